@@ -1,0 +1,565 @@
+"""The golden model: a sign-count reducer that obeys every rule of the protocol, bit for bit.
+
+Frames go in one by one (:meth:`SignCountReducer.receive`), frames come out when asked for
+(:meth:`SignCountReducer.poll`), time is told from outside (:meth:`SignCountReducer.advance`). The numbers in comments
+are those of the rules in ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from neuron_fabric.model import bitplane
+from neuron_fabric.model.encoding import Encoding
+from neuron_fabric.model.params import ReducerParams
+from neuron_fabric.model.wire import (
+    DESTINATION_ALL,
+    HEADER_BYTES,
+    Flags,
+    FrameType,
+    Header,
+    HeaderError,
+    Reason,
+    serial_newer,
+)
+
+__all__ = ["BITMAP_BYTES", "JobConfig", "Outgoing", "Parent", "SignCountReducer", "Straggler"]
+
+ResultFormat = Literal["tally", "majority"]
+
+BITMAP_BYTES = 64
+"""A PARTIAL result ends with one line: bit ``w`` is set where worker ``w`` is counted in the tally."""
+
+_TO_PARENT = -1
+"""Key of the pending bit that stands for the parent reducer."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """Where a child reducer of a tree sends its tallies: as ``worker`` of ``job`` at ``address``.
+
+    ``leaves`` is the most workers below any child of that parent: it fixes how many planes go up.
+    """
+
+    address: Hashable
+    job: int
+    worker: int
+    epoch: int
+    leaves: int
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Complete a chunk ``timeout`` ticks after it was claimed, if at least ``quorum`` workers voted."""
+
+    timeout: int
+    quorum: int
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """One job, as a controller opens it.
+
+    Parameters
+    ----------
+    job, epoch : int
+        16 bits each.
+    members : iterable of int, or mapping of int to address
+        The workers. With a mapping each worker's address is pinned: a frame from elsewhere is refused.
+    encoding : Encoding
+    result_format : "tally" or "majority"
+    margin : int
+        For ``majority``: an element is nonzero where ``|S| > margin``.
+    straggler : Straggler, optional
+        Only for one-plane jobs without a parent.
+    parent : Parent, optional
+        Makes this reducer a child: its tallies go up, what the parent answers is relayed down.
+    multicast : bool
+        One result addressed to all, or one result per member.
+    """
+
+    job: int
+    epoch: int
+    members: Mapping[int, Hashable] | Iterable[int]
+    encoding: Encoding
+    result_format: ResultFormat = "tally"
+    margin: int = 0
+    straggler: Straggler | None = None
+    parent: Parent | None = None
+    multicast: bool = True
+
+    def __post_init__(self) -> None:
+        # A one-shot iterable would be empty the second time it is looked at.
+        members = dict(self.members) if isinstance(self.members, Mapping) else tuple(self.members)
+        object.__setattr__(self, "members", members)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A frame to send: UDP payload and where to (None: to every member)."""
+
+    address: Hashable | None
+    payload: bytes
+
+    @property
+    def header(self) -> Header:
+        """The parsed header."""
+        return Header.unpack(self.payload)
+
+    @property
+    def body(self) -> bytes:
+        """What follows the header."""
+        return self.payload[HEADER_BYTES:]
+
+
+@dataclass
+class _SlotVersion:
+    """State of one version of one slot."""
+
+    tally: bitplane.Words
+    written: npt.NDArray[np.bool_]
+    valid: bool = False
+    chunk: int = 0
+    lines: int = 0
+    seen: dict[int, int] = field(default_factory=dict)  # worker -> mask of planes
+    abstained: set[int] = field(default_factory=set)
+    voters: int = 0
+    complete: bool = False
+    missing: int = 0
+    partial: bool = False
+    claimed_at: int = 0
+    pending: dict[int, None] = field(default_factory=dict)  # destinations, in the order in which they became due
+
+
+class _Job:
+    """An open job: its checked configuration and its slots."""
+
+    def __init__(self, config: JobConfig, params: ReducerParams) -> None:
+        self.config = config
+        self.members: dict[int, Hashable | None] = (
+            dict(config.members) if isinstance(config.members, Mapping) else dict.fromkeys(config.members)
+        )
+        self._check(params)
+        self.all_planes = (1 << config.encoding.planes) - 1
+        words = -(-params.lanes // 64)
+        self.slots = [
+            [
+                _SlotVersion(
+                    np.zeros((params.acc_bits, params.lines_per_chunk, words), np.uint64),
+                    np.zeros(params.lines_per_chunk, bool),
+                )
+                for _version in range(2)
+            ]
+            for _slot in range(params.slots)
+        ]
+
+    def _check(self, params: ReducerParams) -> None:
+        config, encoding = self.config, self.config.encoding
+        where = f"job {config.job}"
+        for name in ("job", "epoch"):
+            if not 0 <= operator.index(getattr(config, name)) <= 0xFFFF:
+                raise ValueError(f"{where}: {name} has 16 bits; {getattr(config, name)} does not fit")
+        if not self.members:
+            raise ValueError(f"{where}: no members")
+        bad = [worker for worker in self.members if not 0 <= operator.index(worker) < params.workers]
+        if bad:
+            raise ValueError(f"{where}: worker {bad[0]} is out of range; this reducer has {params.workers} workers")
+        if encoding.planes > params.max_planes:
+            raise ValueError(
+                f"{where}: encoding {encoding.name!r} has {encoding.planes} planes; this reducer takes "
+                f"{params.max_planes}"
+            )
+        encoding.check_fits(len(self.members), params.acc_bits)
+        if config.result_format not in ("tally", "majority"):
+            raise ValueError(f"{where}: result format is tally or majority, not {config.result_format!r}")
+        if config.margin < 0:
+            raise ValueError(f"{where}: margin must not be negative, but is {config.margin}")
+        if config.parent is not None and config.result_format != "tally":
+            raise ValueError(f"{where}: a child reducer sends tallies; only the root can decide a majority")
+        if config.parent is not None and config.parent.leaves < len(self.members) * encoding.leaves:
+            raise ValueError(
+                f"{where}: {len(self.members) * encoding.leaves} workers are below this reducer, more than the "
+                f"{config.parent.leaves} that its parent was told"
+            )
+        if self.result_planes > params.acc_bits and config.result_format == "tally":
+            raise ValueError(
+                f"{where}: a result takes {self.result_planes} planes; the accumulator has {params.acc_bits} bits"
+            )
+        if config.straggler is not None:
+            if encoding.planes != 1:
+                raise ValueError(f"{where}: the straggler rule needs a one-plane encoding, not {encoding.name!r}")
+            if config.parent is not None:
+                raise ValueError(f"{where}: the straggler rule is for reducers without a parent")
+            if not 1 <= config.straggler.quorum <= len(self.members) or config.straggler.timeout < 1:
+                raise ValueError(f"{where}: quorum must be 1 to {len(self.members)} and timeout at least 1")
+
+    @property
+    def result_planes(self) -> int:
+        """Planes of a result; of what goes up, in a child."""
+        config = self.config
+        if config.result_format == "majority":
+            return 2
+        if config.parent is not None:
+            return config.encoding.tally_bits(-(-config.parent.leaves // config.encoding.leaves))
+        return config.encoding.tally_bits(len(self.members))
+
+
+class SignCountReducer:
+    """The reference reducer.
+
+    Parameters
+    ----------
+    params : ReducerParams
+        Sizes; ``params.slots`` slots for every job.
+    nack_queue : int
+        NACKs waiting to be sent; further ones are dropped and counted.
+    relay_queue : int
+        Frames of a parent waiting to be relayed to the members; further ones are dropped and counted, and asked for
+        again by the workers' retransmissions.
+
+    Attributes
+    ----------
+    counters : collections.Counter
+        By the names of the register table.
+    """
+
+    def __init__(self, params: ReducerParams, *, nack_queue: int = 16, relay_queue: int = 64) -> None:
+        self.params = params
+        self.counters: Counter[str] = Counter()
+        self._jobs: dict[int, _Job] = {}
+        self._nacks: deque[Outgoing] = deque()
+        self._relays: deque[Outgoing] = deque()
+        self._nack_queue = nack_queue
+        self._relay_queue = relay_queue
+        self._due: dict[tuple[int, int, int], None] = {}  # (job, slot, version) with pending results, oldest first
+        self._now = 0
+
+    # ---- control -----------------------------------------------------------------------------------------------
+
+    def open(self, config: JobConfig) -> None:
+        """Open a job, or reopen it with a newer epoch. ``ValueError`` names what does not fit."""
+        job = _Job(config, self.params)
+        old = self._jobs.get(config.job)
+        if old is not None and config.epoch <= old.config.epoch:
+            raise ValueError(
+                f"job {config.job} is open with epoch {old.config.epoch}; reopening needs a higher one, not "
+                f"{config.epoch}"
+            )
+        self.close(config.job)
+        self._jobs[config.job] = job
+
+    def close(self, job: int) -> None:
+        """Forget a job and free its slots (rule 6). Closing a job that is not open does nothing."""
+        self._jobs.pop(job, None)
+        self._due = {key: None for key in self._due if key[0] != job}
+
+    def reset(self) -> None:
+        """Forget everything but the counters (rule 6)."""
+        self._jobs.clear()
+        self._due.clear()
+        self._nacks.clear()
+        self._relays.clear()
+
+    # ---- input -------------------------------------------------------------------------------------------------
+
+    def receive(
+        self,
+        payload: bytes | bytearray | memoryview,
+        sender: Hashable | None = None,
+        *,
+        checksum_ok: bool = True,
+    ) -> Reason:
+        """Take one frame (a UDP payload) and apply it.
+
+        Returns the reason for which it was refused, or ``Reason.NONE``; a duplicate is not refused.
+        """
+        self.counters["frames"] += 1
+        if not checksum_ok:
+            # Nothing in the frame can be trusted, so nobody can be told.
+            return self._refuse(None, Reason.BAD_CHECKSUM, sender)
+        try:
+            header = Header.unpack(payload)
+        except HeaderError as error:
+            return self._refuse(None, error.reason, sender)
+        reason = self._validate(header, len(payload) - HEADER_BYTES, sender)
+        if reason is not Reason.NONE:
+            return self._refuse(header, reason, sender)
+        job = self._jobs[header.job]
+        if header.type is FrameType.RESULT:
+            self._relay(job, header, bytes(payload[HEADER_BYTES:]))
+            return Reason.NONE
+        return self._contribute(job, header, payload, sender)
+
+    def _validate(self, header: Header, body: int, sender: Hashable | None) -> Reason:
+        """Rule 1; the first failing check counts."""
+        kind = header.type
+        job = self._jobs.get(header.job)
+        from_parent = kind is FrameType.RESULT and job is not None and job.config.parent is not None
+        if kind not in (FrameType.CONTRIBUTE, FrameType.ABSTAIN) and not from_parent:
+            return Reason.BAD_TYPE
+        bitmap = BITMAP_BYTES if from_parent and header.flags & Flags.PARTIAL else 0
+        if body != (0 if kind is FrameType.ABSTAIN else header.lines * self.params.line_bytes + bitmap):
+            return Reason.BAD_LENGTH
+        if job is None:
+            return Reason.JOB_NOT_OPEN
+        config = job.config
+        if from_parent and config.parent is not None:
+            if header.epoch != config.parent.epoch:
+                return Reason.WRONG_EPOCH
+            if sender != config.parent.address:
+                return Reason.WRONG_SENDER
+            return Reason.NONE
+        if header.epoch != config.epoch:
+            return Reason.WRONG_EPOCH
+        if not self._pinned(job, header.worker, sender):
+            return Reason.WRONG_SENDER
+        if header.planes != config.encoding.planes or header.plane >= config.encoding.planes:
+            return Reason.BAD_PLANE
+        if not 1 <= header.lines <= self.params.lines_per_chunk:
+            return Reason.BAD_LINES
+        if kind is FrameType.CONTRIBUTE and not 1 <= header.voters <= config.encoding.leaves:
+            return Reason.BAD_VOTERS
+        return Reason.NONE
+
+    @staticmethod
+    def _pinned(job: _Job, worker: int, sender: Hashable | None) -> bool:
+        return worker in job.members and job.members[worker] in (None, sender)
+
+    def _refuse(self, header: Header | None, reason: Reason, sender: Hashable | None) -> Reason:
+        self.counters["stale" if reason is Reason.STALE else f"refused_{reason.name.lower()}"] += 1
+        job = self._jobs.get(header.job) if header is not None else None
+        if header is None or job is None or not self._pinned(job, header.worker, sender):
+            return reason
+        if len(self._nacks) >= self._nack_queue:
+            self.counters["nacks_dropped"] += 1
+            return reason
+        nack = Header(
+            FrameType.NACK,
+            header.job,
+            header.worker,
+            header.chunk,
+            header.plane,
+            header.planes,
+            0,
+            header.lines,
+            header.epoch,
+            reason=reason,
+        )
+        self._nacks.append(Outgoing(job.members[header.worker], nack.pack()))
+        return reason
+
+    def _contribute(
+        self, job: _Job, header: Header, payload: bytes | bytearray | memoryview, sender: Hashable | None
+    ) -> Reason:
+        slot, version = self.params.slot_of(header.chunk), self.params.version_of(header.chunk)
+        state = job.slots[slot][version]
+        worker = header.worker
+        abstain = header.type is FrameType.ABSTAIN
+        planes = job.all_planes if abstain else 1 << header.plane
+
+        if state.valid and header.chunk != state.chunk:
+            if not serial_newer(header.chunk, state.chunk):
+                return self._refuse(header, Reason.STALE, sender)
+            if not state.complete:
+                self.counters["abandoned"] += 1
+        if not state.valid or header.chunk != state.chunk:
+            self._claim(job, state, header)
+            self._due.pop((header.job, slot, version), None)
+
+        if header.lines != state.lines:
+            return self._refuse(header, Reason.LINES_DIFFER, sender)
+        seen = state.seen.get(worker, 0)
+        if state.complete or seen & planes == planes:
+            # Rule 2, and rule 5 for one who comes after the straggler timeout.
+            self.counters["late" if state.partial and not seen else "duplicates"] += 1
+            if state.complete:
+                self._due_to(state, header, _TO_PARENT if job.config.parent is not None else worker)
+            return Reason.NONE
+        if abstain and seen:
+            return self._refuse(header, Reason.ABSTAIN_AFTER_VOTE, sender)
+
+        if abstain:
+            state.abstained.add(worker)
+        else:
+            if not seen:
+                state.voters += header.voters  # once per worker, however many planes (rule 7)
+            self._accumulate(job, state, header, payload)
+        state.seen[worker] = seen | planes
+        self._complete_if(job, state, header)
+        return Reason.NONE
+
+    def _claim(self, job: _Job, state: _SlotVersion, header: Header) -> None:
+        """Rule 3: take the version over, whatever it holds."""
+        state.valid, state.chunk, state.lines = True, header.chunk, header.lines
+        state.written[:] = False
+        state.seen.clear()
+        state.abstained.clear()
+        state.pending.clear()
+        state.voters = state.missing = 0
+        state.complete = state.partial = False
+        state.claimed_at = self._now
+
+    def _accumulate(
+        self, job: _Job, state: _SlotVersion, header: Header, payload: bytes | bytearray | memoryview
+    ) -> None:
+        plane = bitplane.from_lines(memoryview(payload)[HEADER_BYTES:], header.lines, self.params.line_bytes)
+        tally = state.tally[:, : header.lines]
+        tally[:, ~state.written[: header.lines]] = 0  # a line's first write overwrites
+        weight = job.config.encoding.weights[header.plane]
+        bitplane.accumulate(tally, plane, job.config.encoding.shift(header.plane), weight < 0)
+        state.written[: header.lines] = True
+        self.counters["lines"] += header.lines
+
+    def _complete_if(self, job: _Job, state: _SlotVersion, header: Header) -> None:
+        """Rule 4."""
+        if all(state.seen.get(worker) == job.all_planes for worker in job.members):
+            self._complete(job, state, header.job)
+
+    def _complete(self, job: _Job, state: _SlotVersion, number: int) -> None:
+        state.complete = True
+        state.tally[:, : state.lines][:, ~state.written[: state.lines]] = 0  # an unwritten line reads as zero
+        self.counters["completed"] += 1
+        if job.config.parent is not None:
+            destinations: Iterable[int] = (_TO_PARENT,)
+        else:
+            destinations = (DESTINATION_ALL,) if job.config.multicast else job.members
+        state.pending.update(dict.fromkeys(destinations))
+        self._due[number, self.params.slot_of(state.chunk), self.params.version_of(state.chunk)] = None
+
+    def _due_to(self, state: _SlotVersion, header: Header, destination: int) -> None:
+        if DESTINATION_ALL not in state.pending:
+            state.pending[destination] = None
+            self._due[header.job, self.params.slot_of(state.chunk), self.params.version_of(state.chunk)] = None
+
+    # ---- time --------------------------------------------------------------------------------------------------
+
+    def advance(self, now: int) -> None:
+        """Tell the time, in ticks; applies the straggler rule (rule 5)."""
+        self._now = now
+        for number, job in self._jobs.items():
+            rule = job.config.straggler
+            if rule is None:
+                continue
+            for versions in job.slots:
+                for state in versions:
+                    if (
+                        state.valid
+                        and not state.complete
+                        and now - state.claimed_at >= rule.timeout
+                        and state.voters >= rule.quorum
+                    ):
+                        state.partial = True
+                        state.missing = len(job.members) - len(state.seen)
+                        self.counters["partial"] += 1
+                        self._complete(job, state, number)
+
+    # ---- output ------------------------------------------------------------------------------------------------
+
+    def poll(self) -> list[Outgoing]:
+        """Every frame that is waiting: NACKs, what a parent answered, and results."""
+        frames = [*self._nacks, *self._relays]
+        self.counters["nacks"] += len(self._nacks)
+        self._nacks.clear()
+        self._relays.clear()
+        while self._due:
+            number, slot, version = next(iter(self._due))
+            del self._due[number, slot, version]
+            job = self._jobs[number]
+            state = job.slots[slot][version]
+            for destination in state.pending:
+                frames += self._frames(job, state, destination)
+                self.counters["results"] += 1
+            state.pending.clear()
+        return frames
+
+    def _frames(self, job: _Job, state: _SlotVersion, destination: int) -> Iterator[Outgoing]:
+        if destination == _TO_PARENT:
+            yield from self._upward(job, state)
+            return
+        config = job.config
+        flags = Flags.NONE
+        tally = state.tally[:, : state.lines]
+        if config.result_format == "majority":
+            flags |= Flags.MAJORITY
+            planes: bitplane.Words | tuple[bitplane.Words, ...] = bitplane.majority_planes(
+                tally,
+                state.voters,
+                config.margin,
+                counts_negatives=config.encoding.counts_negatives,
+                signed=config.encoding.signed,
+            )
+        else:
+            planes = tally[: job.result_planes]
+        tail = b""
+        if state.partial:
+            flags |= Flags.PARTIAL
+            counted = sum(1 << worker for worker in state.seen if worker not in state.abstained)
+            tail = counted.to_bytes(BITMAP_BYTES, "little")
+        if destination != DESTINATION_ALL and config.multicast:
+            flags |= Flags.RESEND
+        for index, plane in enumerate(planes):
+            header = Header(
+                FrameType.RESULT,
+                config.job,
+                destination,
+                state.chunk,
+                index,
+                len(planes),
+                state.voters,
+                state.lines,
+                config.epoch,
+                flags,
+                state.missing,
+            )
+            body = bitplane.to_lines(plane, self.params.line_bytes)
+            address = None if destination == DESTINATION_ALL else job.members[destination]
+            yield Outgoing(address, header.pack() + body + tail)
+
+    def _upward(self, job: _Job, state: _SlotVersion) -> Iterator[Outgoing]:
+        """Rule 7: a completed tally goes up as one worker's contribution; no voter below, an abstention."""
+        parent = job.config.parent
+        if parent is None:
+            raise RuntimeError(f"job {job.config.job} has no parent")
+        planes = job.result_planes
+        kind = FrameType.CONTRIBUTE if state.voters else FrameType.ABSTAIN
+        for index in range(planes if state.voters else 1):
+            header = Header(
+                kind,
+                parent.job,
+                parent.worker,
+                state.chunk,
+                index,
+                planes,
+                state.voters,
+                state.lines,
+                parent.epoch,
+            )
+            body = bitplane.to_lines(state.tally[index, : state.lines], self.params.line_bytes)
+            yield Outgoing(parent.address, header.pack() + (body if state.voters else b""))
+
+    def _relay(self, job: _Job, header: Header, body: bytes) -> None:
+        """Rule 7: what the parent answers goes to the members unstored."""
+        if len(self._relays) >= self._relay_queue:
+            self.counters["relays_dropped"] += 1
+            return
+        down = Header(
+            FrameType.RESULT,
+            job.config.job,
+            DESTINATION_ALL,
+            header.chunk,
+            header.plane,
+            header.planes,
+            header.voters,
+            header.lines,
+            job.config.epoch,
+            header.flags & ~Flags.RESEND,
+            header.missing,
+        )
+        self._relays.append(Outgoing(None, down.pack() + body))
