@@ -1,0 +1,373 @@
+"""The communication hook: low-bit segments to the reducer, FP32 ones to one all-reduce, both in flight at once.
+
+    ddp = DistributedDataParallel(model)
+    state = attach(ddp, Plan.low_bit(keep_fp32=["head.*"], one_d_fp32=True))
+
+How a step runs, and why:
+
+* Every first-stage collective is launched by :func:`neuron_fabric_hook` itself, in bucket order, on DDP's process
+  group. Collectives that depend on a first one (tally planes, the step's outcome, an FP32 redo) are launched by one
+  worker thread, in bucket order, on a group of their own. So each group sees one order on all ranks; launching from
+  future callbacks would let two ranks disagree.
+* Encoding only reads: the gradient stays in the bucket until the bucket's outcome is known.
+* With error feedback, or with a reducer that can fail on one rank, all buckets of a step are held until the last one
+  is there; one MAX all-reduce tells all ranks which buckets failed and whether anything was not finite. Failed buckets
+  are redone in FP32 in ascending order, then residuals are committed, then the rest is decoded.
+* Otherwise each bucket is decoded as soon as its votes are there, and nothing is added to plain DDP's collectives.
+"""
+
+# No "from __future__ import annotations" here: torch compares the hook's annotations with the types themselves.
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from neuron_fabric.runtime.agreement import agree_on_outcome, check_same, describe_model
+from neuron_fabric.runtime.codec import (
+    MAX_WORLD,
+    CodecKernels,
+    codec_backend,
+    count_table,
+    majority_table,
+    packed_majority_table,
+)
+from neuron_fabric.runtime.fifo import Fifo
+from neuron_fabric.runtime.layout import BucketLayout, Segment, lay_out
+from neuron_fabric.runtime.plan import (
+    SPARSE_MEMORY,
+    SPARSE_SHARE,
+    ErrorFeedback,
+    Plan,
+    Region,
+    ResultFormat,
+    bound_parameters,
+)
+from neuron_fabric.runtime.traffic import Traffic, ring_bytes
+from neuron_fabric.runtime.transports import make
+from neuron_fabric.runtime.transports.base import BucketVotes, Exchange, ReducerFailedError, VotesKind
+
+__all__ = ["NeuronFabricState", "attach", "neuron_fabric_hook"]
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """One bucket of the running step."""
+
+    exchange: Exchange
+    buffer: torch.Tensor
+    last: bool
+    done: torch.futures.Future[Any]
+    signs: torch.futures.Future[Any] | None
+    fp32: torch.futures.Future[Any] | None
+    remainder: torch.Tensor | None
+    votes: BucketVotes | None = None
+    failure: ReducerFailedError | None = None
+
+    @property
+    def layout(self) -> BucketLayout:
+        return self.exchange.layout
+
+    @property
+    def finite(self) -> bool:
+        """Whether no rank's gradient has a NaN or Inf; a bucket that failed is looked at after its redo."""
+        summed = self.buffer if self.layout.all_fp32 else self.remainder
+        return (self.votes is None or self.votes.envelopes.finite) and (
+            summed is None or bool(torch.isfinite(summed).all())
+        )
+
+
+class NeuronFabricState:
+    """State of :func:`neuron_fabric_hook` for one DDP model; made by :func:`attach`.
+
+    Parameters
+    ----------
+    ddp : DistributedDataParallel
+        Parameters must be on the CPU.
+    plan : Plan
+    transport : str
+        ``auto``, ``allgather``, ``collective`` or ``golden``.
+
+    Attributes
+    ----------
+    step : int
+        Backward passes so far.
+    traffic : Traffic
+    fallbacks : Counter
+        What was to go low-bit and went FP32, by reason: ``reducer_failed`` (buckets), ``sparse`` (parameters).
+    residuals : dict of str to float32 tensor
+        Error feedback per parameter, flat, in the storage order of the bucket.
+
+    Raises
+    ------
+    ValueError
+        If the plan does not fit the model, the world is larger than 64, or ranks differ in model or plan.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, plan: Plan, transport: str = "auto") -> None:
+        self.plan = plan
+        self.group: dist.ProcessGroup = ddp.process_group
+        self.rank, self.world = self.group.rank(), self.group.size()
+        if not 1 <= self.world <= MAX_WORLD:
+            raise ValueError(f"a tally counts 1 to {MAX_WORLD} workers, not {self.world}")
+        parameters = bound_parameters(ddp.module)
+        elsewhere = next((n for n, p in parameters.items() if p.device.type != "cpu"), None)
+        if elsewhere is not None:
+            raise ValueError(
+                f"parameter {elsewhere!r} is on {parameters[elsewhere].device}: only CPU tensors are supported"
+            )
+        self._transport = make(transport, self.world)
+        check_same("model", describe_model(ddp.module), self.group)
+        check_same("plan and transport", [repr(plan), self._transport.name], self.group)
+        self.regions: dict[str, Region | None] = plan.bind(ddp.module)
+        self._names = {id(p): name for name, p in parameters.items()}
+        feedback = {name: r.error_feedback for name, r in self.regions.items() if r and r.error_feedback}
+        self.residuals = {name: torch.zeros(parameters[name].numel()) for name in feedback}
+        # A step's outcome is agreed only where it matters to somebody.
+        self._holds = bool(feedback) or (self._transport.may_fail and any(self.regions.values()))
+        own_group = None
+        if self._holds or self._transport.deferred:
+            own_group = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo")
+        self._own_group = own_group
+        self._transport.attach(self.group, own_group)
+        self._kernels: CodecKernels = codec_backend()
+        self._worker = Fifo("neuron-fabric") if own_group is not None else None
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._held: list[_Bucket] = []
+        self._sparse: set[str] = set()
+        self._too_sparse: set[str] = set()
+        self._zero_share: dict[str, float] = {}
+        self.step = 0
+        self.traffic = Traffic()
+        self.fallbacks: Counter[str] = Counter()
+
+    # ---- hook thread -------------------------------------------------------------------------------------------
+
+    def launch(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Encode a bucket and launch its collectives; the future's value is the averaged gradient."""
+        buffer = bucket.buffer()
+        if buffer.layout is not torch.strided:
+            raise RuntimeError("a bucket with sparse gradients reached the hook; build the layer with sparse=False")
+        if bucket.index() == 0:
+            self._leave_sparse()
+        layout = self._layout(bucket)
+        exchange = Exchange(bucket.index(), self.step, layout, [], np.zeros(layout.words, np.uint64))
+        self.traffic.count(layout, self.world, buffer.element_size(), exchange.envelope_bytes)
+        last = bucket.is_last()
+        if last:
+            self.step += 1
+            self.traffic.steps += 1
+
+        if layout.all_fp32 and not self._holds:
+            return self._average(buffer).then(_first)
+        signs, fp32, remainder = None, None, None
+        if layout.segments:
+            self._encode(exchange, buffer.numpy())
+            signs = self._transport.start(exchange)
+        if layout.all_fp32:
+            fp32 = self._average(buffer)
+        elif layout.fp32_runs:
+            remainder = torch.cat([buffer.narrow(0, at, numel) for at, numel in layout.fp32_runs])
+            fp32 = self._average(remainder)
+        held = _Bucket(exchange, buffer, last, torch.futures.Future(), signs, fp32, remainder)
+        if self._worker is None:
+            waits = [future for future in (signs, fp32) if future is not None]
+            return torch.futures.collect_all(waits).then(lambda done: self._finish_now(held, done))
+        self._worker.submit(lambda: self._second_stage(held))
+        return held.done.then(_value_or_raise)
+
+    def _average(self, tensor: torch.Tensor) -> torch.futures.Future[Any]:
+        # As plain DDP: multiply in the tensor's dtype, then sum. Dividing gives other bits at three workers.
+        tensor.mul_(1.0 / self.world)
+        future: torch.futures.Future[Any] = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
+        return future
+
+    def _leave_sparse(self) -> None:
+        """At a step's start: take off the low-bit route what the last step showed to be sparse, on all ranks alike."""
+        if self._too_sparse:
+            self.fallbacks["sparse"] += len(self._too_sparse)
+            self._sparse |= self._too_sparse
+            self._too_sparse.clear()
+            self._layouts.clear()
+
+    def _layout(self, bucket: GradBucket) -> BucketLayout:
+        key = tuple(id(parameter) for parameter in bucket.parameters())
+        layout = self._layouts.get(key)
+        if layout is None:
+            routes = {name: None if name in self._sparse else region for name, region in self.regions.items()}
+            layout = self._layouts[key] = lay_out(bucket, self._names, routes)
+        return layout
+
+    def _encode(self, exchange: Exchange, gradient: F32) -> None:
+        parity = self.rank + exchange.step
+        for segment in exchange.layout.segments:
+            part, words = gradient[segment.elements], exchange.own[segment.words]
+            if segment.name in self.residuals:
+                residual = self.residuals[segment.name].numpy()
+                l1, zeros = self._kernels.encode_binary_residual(part, residual, parity, words)
+            else:
+                l1, zeros = self._kernels.encode_binary(part, parity, words)
+            sent = 0 if zeros == segment.numel else segment.numel
+            exchange.entries.append((l1, sent, zeros))
+
+    # ---- when the votes are there ------------------------------------------------------------------------------
+
+    def _finish_now(self, bucket: _Bucket, done: torch.futures.Future[Any]) -> torch.Tensor:
+        """No second stage and nothing to agree on: decode in the future's callback, which launches nothing."""
+        for future in done.value():
+            future.value()  # raises what the collective raised
+        bucket.votes = self._transport.finish(bucket.exchange)
+        self._note(bucket)
+        self._decode(bucket)
+        return bucket.buffer
+
+    def _second_stage(self, bucket: _Bucket) -> None:
+        """Worker thread: the dependent collectives of one bucket, in bucket order."""
+        self._held.append(bucket)
+        try:
+            if bucket.signs is not None:
+                bucket.signs.wait()
+                try:
+                    bucket.votes = self._transport.finish(bucket.exchange)
+                except ReducerFailedError as error:
+                    if not self._holds:
+                        raise
+                    bucket.failure = error
+                self._note(bucket)
+            if bucket.fp32 is not None:
+                bucket.fp32.wait()
+            if not self._holds:
+                self._decode(bucket)
+            elif bucket.last:
+                self._conclude()
+            else:
+                return
+        except Exception as error:
+            # Whoever waits for these buckets must get the reason instead of waiting for ever.
+            outcome: Any = error
+        else:
+            outcome = None
+        held, self._held = self._held, []
+        for each in held:
+            each.done.set_result(each.buffer if outcome is None else outcome)
+
+    def _conclude(self) -> None:
+        """End of a backward pass: agree, redo what failed, commit residuals, decode the rest."""
+        if self._own_group is None:
+            raise RuntimeError("no process group to agree on")
+        buckets = self._held
+        finite = all(bucket.finite for bucket in buckets)
+        digest = int.from_bytes(self.plan.digest()[:7], "little") ^ len(self._sparse)
+        failed, not_finite = agree_on_outcome(
+            [b.failure is not None for b in buckets], not finite, digest, self._own_group
+        )
+        for bucket, again in zip(buckets, failed, strict=True):
+            if again:
+                bucket.votes = None
+                bucket.buffer.mul_(1.0 / self.world)
+                dist.all_reduce(bucket.buffer, group=self._own_group)
+                self.fallbacks["reducer_failed"] += 1
+                self.traffic.sent_bytes += ring_bytes(bucket.buffer.nbytes, self.world)
+                not_finite = not_finite or not bool(torch.isfinite(bucket.buffer).all())  # the same sum on all ranks
+        for bucket, again in zip(buckets, failed, strict=True):
+            if not again and bucket.votes is not None:
+                self._decode(bucket, commit=not not_finite)
+
+    def _note(self, bucket: _Bucket) -> None:
+        """Count what was sent, and which segments turned out too sparse for signs; all ranks see the same."""
+        self.traffic.sent_bytes += bucket.exchange.sent_bytes
+        if bucket.votes is None:
+            return
+        envelopes = bucket.votes.envelopes
+        voting = envelopes.sent > 0
+        zeros = np.where(voting, envelopes.zeros, 0).sum(0)
+        for index, segment in enumerate(bucket.layout.segments):
+            if segment.region.error_feedback is not None or segment.region.unit_scale or not voting[:, index].any():
+                continue
+            share = zeros[index] / envelopes.sent[:, index].sum()
+            average = SPARSE_MEMORY * self._zero_share.get(segment.name, 0.0) + (1 - SPARSE_MEMORY) * share
+            self._zero_share[segment.name] = average
+            if average > SPARSE_SHARE:
+                self._too_sparse.add(segment.name)
+
+    def _decode(self, bucket: _Bucket, *, commit: bool = False) -> None:
+        """Write the averaged gradient over the bucket; with ``commit``, residuals too."""
+        gradient = bucket.buffer.numpy()
+        if bucket.remainder is not None:
+            summed, at = bucket.remainder.numpy(), 0
+            for offset, numel in bucket.layout.fp32_runs:
+                gradient[offset : offset + numel] = summed[at : at + numel]
+                at += numel
+        votes = bucket.votes
+        if votes is None:
+            return
+        for index, segment in enumerate(bucket.layout.segments):
+            table, scale = _table(votes, index, segment, self.world)
+            part, words = gradient[segment.elements], votes.words[:, segment.words]
+            decode: Callable[..., None]
+            rows = votes.kind is VotesKind.ROWS
+            if commit and segment.name in self.residuals and bucket.exchange.entries[index][1]:
+                decode = self._kernels.commit_and_decode_rows if rows else self._kernels.commit_and_decode_planes
+                feedback = segment.region.error_feedback or ErrorFeedback()
+                clip = np.float32(np.inf if feedback.clip is None else feedback.clip)
+                residual = self.residuals[segment.name].numpy()
+                own = bucket.exchange.own[segment.words]
+                decode(part, residual, own, scale, clip, np.float32(feedback.decay), words, table)
+            else:
+                decode = self._kernels.decode_rows if rows else self._kernels.decode_planes
+                decode(words, table, part)
+
+    def close(self) -> None:
+        """Stop the worker thread, if there is one. A backward pass after this fails."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _table(votes: BucketVotes, index: int, segment: Segment, world: int) -> tuple[F32, np.float32]:
+    """What each count of a segment decodes to, and the segment's scale."""
+    scale, voters = votes.envelopes.scale(index), int(votes.envelopes.voters[index])
+    region = segment.region
+    if region.unit_scale and np.isfinite(scale):
+        scale = np.float32(1)
+    if votes.kind is VotesKind.MAJORITY:
+        return packed_majority_table(scale), scale
+    if region.result_format is ResultFormat.MAJORITY:
+        return majority_table(world, voters, scale, region.margin), scale
+    return count_table(world, voters, scale, world), scale
+
+
+def neuron_fabric_hook(state: NeuronFabricState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook for ``ddp.register_comm_hook(state, neuron_fabric_hook)``."""
+    return state.launch(bucket)
+
+
+def attach(ddp: DistributedDataParallel, plan: Plan, transport: str = "auto") -> NeuronFabricState:
+    """Make the state for a DDP model and register the hook.
+
+    A collective: every rank must call it. Raises as :class:`NeuronFabricState` does, before anything is registered.
+    """
+    state = NeuronFabricState(ddp, plan, transport)
+    ddp.register_comm_hook(state, neuron_fabric_hook)
+    return state
+
+
+def _first(future: torch.futures.Future[Any]) -> torch.Tensor:
+    result: torch.Tensor = future.value()[0]
+    return result
+
+
+def _value_or_raise(future: torch.futures.Future[Any]) -> torch.Tensor:
+    # An exception set on a future that DDP waits for surfaces as a cast error; raised in a callback it is itself.
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    result: torch.Tensor = value
+    return result

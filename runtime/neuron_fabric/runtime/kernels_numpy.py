@@ -1,0 +1,166 @@
+"""The codec's kernels on plain numpy: the fallback without numba, and a second opinion for its tests.
+
+Thin adapters from words in place to :mod:`neuron_fabric.model.codec`. The contract is
+:class:`neuron_fabric.runtime.codec.CodecKernels`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from neuron_fabric.model import codec
+from neuron_fabric.model.encoding import BINARY
+
+__all__ = [
+    "NAME",
+    "commit_and_decode_planes",
+    "commit_and_decode_rows",
+    "commit_residual",
+    "count_planes",
+    "decode_planes",
+    "decode_rows",
+    "encode_binary",
+    "encode_binary_residual",
+    "pack_majority",
+]
+
+F32 = npt.NDArray[np.float32]
+U64 = npt.NDArray[np.uint64]
+Bits = npt.NDArray[np.uint8]
+
+NAME = "numpy"
+
+# NaN, Inf and overflow are data here (the scale reports them), not a reason to warn from inside a backward pass.
+_quiet = np.errstate(all="ignore")
+
+
+def encode_binary(gradient: F32, parity: int, words: U64) -> tuple[float, int]:
+    """Sign bits, L1 sum and exact zeros of a gradient."""
+    return _encode(gradient, None, parity, words)
+
+
+def encode_binary_residual(gradient: F32, residual: F32, parity: int, words: U64) -> tuple[float, int]:
+    """Sign bits and L1 sum of gradient + residual, exact zeros of the gradient."""
+    _check(residual.size == gradient.size, "residual and gradient differ in size")
+    return _encode(gradient, residual, parity, words)
+
+
+def count_planes(rows: U64, planes: U64) -> None:
+    """Count rows of bits into bit planes."""
+    _check(1 <= rows.shape[0] <= 64, "rows must be 1 to 64 workers")
+    _check(planes.shape == (rows.shape[0].bit_length(), rows.shape[1]), "planes do not fit the rows")
+    planes[:] = 0
+    for row in rows:
+        carry = row
+        for plane in planes:
+            plane[:], carry = plane ^ carry, plane & carry
+
+
+def pack_majority(planes: U64, voters: int, margin: int, n: int, packed: U64) -> None:
+    """Negative and nonzero planes of a tally."""
+    _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
+    _check(planes.shape[1] == -(-n // 64), "planes do not fit n")
+    _check(packed.shape == (2, planes.shape[1]), "packed must be two planes of the tally's length")
+    _check(margin >= 0, "margin is negative")
+    vote = codec.majority(codec.vote_sum(_index(planes, n), voters, BINARY), margin)
+    _pack(vote < 0, packed[0])
+    _pack(vote != 0, packed[1])
+
+
+def decode_rows(rows: U64, table: F32, out: F32) -> None:
+    """Look up the count of each element's bits."""
+    _check(1 <= rows.shape[0] <= 64, "rows must be 1 to 64 workers")
+    _check(rows.shape[1] == -(-out.size // 64), "rows do not fit out")
+    planes = np.empty((rows.shape[0].bit_length(), rows.shape[1]), np.uint64)
+    count_planes(rows, planes)
+    decode_planes(planes, table, out)
+
+
+def decode_planes(planes: U64, table: F32, out: F32) -> None:
+    """Look up the index that each element's bits spell."""
+    _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
+    _check(table.size == 1 << planes.shape[0], "table must have 2 ** planes entries")
+    _check(planes.shape[1] == -(-out.size // 64), "planes do not fit out")
+    np.take(table, _index(planes, out.size), out=out)
+
+
+@_quiet
+def commit_residual(
+    gradient: F32, residual: F32, own: U64, scale: np.float32, clip: np.float32, decay: np.float32
+) -> None:
+    """Error feedback of one segment, in place."""
+    _check(residual.size == gradient.size, "residual and gradient differ in size")
+    _check(own.size == -(-gradient.size // 64), "own does not fit the gradient")
+    sent = 1 - 2 * _bits(own, gradient.size).astype(np.int8)
+    bound = None if np.isposinf(clip) else float(clip)
+    residual[:] = codec.residual_after(gradient + residual, sent, scale, clip=bound, decay=float(decay))
+
+
+def commit_and_decode_rows(
+    gradient: F32,
+    residual: F32,
+    own: U64,
+    scale: np.float32,
+    clip: np.float32,
+    decay: np.float32,
+    rows: U64,
+    table: F32,
+) -> None:
+    """Commit, then decode over the gradient."""
+    _check(1 <= rows.shape[0] <= 64, "rows must be 1 to 64 workers")
+    planes = np.empty((rows.shape[0].bit_length(), rows.shape[1]), np.uint64)
+    count_planes(rows, planes)
+    commit_and_decode_planes(gradient, residual, own, scale, clip, decay, planes, table)
+
+
+def commit_and_decode_planes(
+    gradient: F32,
+    residual: F32,
+    own: U64,
+    scale: np.float32,
+    clip: np.float32,
+    decay: np.float32,
+    planes: U64,
+    table: F32,
+) -> None:
+    """Commit, then decode over the gradient."""
+    decoded = np.empty_like(gradient)
+    decode_planes(planes, table, decoded)
+    commit_residual(gradient, residual, own, scale, clip, decay)
+    gradient[:] = decoded
+
+
+@_quiet
+def _encode(gradient: F32, residual: F32 | None, parity: int, words: U64) -> tuple[float, int]:
+    _check(words.size == -(-gradient.size // 64), "words do not fit the gradient")
+    encoded = codec.encode_binary(gradient, residual, parity=parity)
+    _store(encoded.planes[0], words)
+    return encoded.l1, encoded.zeros
+
+
+def _index(planes: U64, n: int) -> npt.NDArray[np.uint8]:
+    """The number, 0 to 127, that each element's bits spell."""
+    index = np.zeros(n, np.uint8)
+    for k, plane in enumerate(planes):
+        index |= _bits(plane, n) << np.uint8(k)
+    return index
+
+
+def _bits(words: U64, n: int) -> Bits:
+    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=n, bitorder="little")
+
+
+def _pack(bits: npt.NDArray[np.bool_], words: U64) -> None:
+    _store(np.packbits(bits, bitorder="little"), words)
+
+
+def _store(packed: Bits, words: U64) -> None:
+    padded = np.zeros(8 * words.size, np.uint8)
+    padded[: packed.size] = packed
+    words[:] = padded.view(np.uint64)
+
+
+def _check(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)

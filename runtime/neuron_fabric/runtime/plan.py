@@ -1,0 +1,218 @@
+"""Plans: which route each region of a model takes.
+
+A region is a named set of parameters, found by name patterns; a plan is an ordered list of regions. The first region
+that matches a parameter has it; what none matches goes FP32. Binding a plan to a model gives one
+:class:`Assignment` per parameter and a digest that all ranks compare.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+__all__ = [
+    "SPARSE_MEMORY",
+    "SPARSE_SHARE",
+    "ErrorFeedback",
+    "Plan",
+    "Region",
+    "ResultFormat",
+    "Route",
+    "bound_parameters",
+]
+
+_WRAPPERS = ("module.", "_orig_mod.")
+SPARSE_SHARE = 0.05
+"""Above this share of exact zeros a segment without error feedback leaves the binary route (they would vote noise)."""
+SPARSE_MEMORY = 0.9
+"""The share is an exponential average over steps with this memory, begun at 0: a unit that is dead for one batch is no
+sparse segment, while an embedding with nine rows of ten unused is found at its first step."""
+
+
+class Route(enum.Enum):
+    """What a region's gradient takes."""
+
+    FP32 = "fp32"
+    BINARY = "binary"
+
+
+class ResultFormat(enum.Enum):
+    """What comes back for a low-bit region: exact counts, or the majority's sign with ties as 0."""
+
+    TALLY = "tally"
+    MAJORITY = "majority"
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Keep what a vote left behind and add it to the next gradient.
+
+    Parameters
+    ----------
+    clip : float or None
+        Bound of the residual per element, in units of the segment's scale. Unclipped residuals settle above the
+        gradient itself and turn it away; 1.0 is the measured choice.
+    decay : float
+        Factor a step, 0 to 1.
+    """
+
+    clip: float | None = 1.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip >= 0:
+            raise ValueError(f"error feedback: clip must not be negative, but is {self.clip}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"error feedback: decay must be 0 to 1, but is {self.decay}")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named set of parameters with one route.
+
+    Parameters
+    ----------
+    name : str
+    patterns : sequence of str
+        Shell patterns (``*``, ``?``, ``[...]``) on parameter names without wrapper prefixes. Each must match.
+    route : Route
+    result_format : ResultFormat
+    margin : int
+        For ``majority``: votes with ``|S| <= margin`` decode to 0.
+    unit_scale : bool
+        Decode votes to exactly +-1 instead of the segment's mean magnitude. This is signSGD with majority vote as
+        published; it needs a learning rate of its own and is here to be compared with.
+    error_feedback : ErrorFeedback, optional
+    max_ndim : int, optional
+        Match only parameters with at most this many dimensions (1: biases and norms).
+    """
+
+    name: str
+    patterns: Sequence[str] = ("*",)
+    route: Route = Route.BINARY
+    result_format: ResultFormat = ResultFormat.TALLY
+    margin: int = 0
+    unit_scale: bool = False
+    error_feedback: ErrorFeedback | None = None
+    max_ndim: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patterns, str):
+            raise TypeError(f"region {self.name!r}: patterns is a sequence of patterns; write ({self.patterns!r},)")
+        object.__setattr__(self, "patterns", tuple(self.patterns))
+        object.__setattr__(self, "route", Route(self.route))
+        object.__setattr__(self, "result_format", ResultFormat(self.result_format))
+        if not self.patterns:
+            raise ValueError(f"region {self.name!r}: no patterns")
+        if self.margin < 0:
+            raise ValueError(f"region {self.name!r}: margin must not be negative, but is {self.margin}")
+        if self.route is Route.FP32 and (self.error_feedback or self.unit_scale or self.margin):
+            raise ValueError(f"region {self.name!r}: an fp32 region has no margin, unit scale or error feedback")
+        if self.error_feedback is not None and self.unit_scale:
+            raise ValueError(f"region {self.name!r}: error feedback needs the segment's scale, not a unit scale")
+
+    def matches(self, name: str, ndim: int, pattern: str | None = None) -> bool:
+        """Whether a parameter is in this region (by one pattern only, if given)."""
+        if self.max_ndim is not None and ndim > self.max_ndim:
+            return False
+        return any(fnmatch.fnmatchcase(name, each) for each in ((pattern,) if pattern else self.patterns))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An ordered list of regions; what none matches goes FP32."""
+
+    regions: tuple[Region, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", tuple(self.regions))
+        names = [region.name for region in self.regions]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"plan: region {sorted(twice)[0]!r} is declared twice")
+
+    @classmethod
+    def fp32(cls) -> Plan:
+        """Everything FP32."""
+        return cls()
+
+    @classmethod
+    def low_bit(cls, *, keep_fp32: Sequence[str] = (), one_d_fp32: bool = False, **body: object) -> Plan:
+        """One low-bit region, with the parameters of ``keep_fp32`` (patterns) and optionally all 1-D ones on FP32.
+
+        ``body`` are further fields of that :class:`Region`.
+        """
+        regions = []
+        if keep_fp32:
+            regions.append(Region("kept", keep_fp32, Route.FP32))
+        if one_d_fp32:
+            regions.append(Region("one_dimensional", ("*",), Route.FP32, max_ndim=1))
+        regions.append(Region("body", **body))  # type: ignore[arg-type]
+        return cls(tuple(regions))
+
+    def bind(self, module: nn.Module) -> dict[str, Region | None]:
+        """Give every trained parameter its region, None for FP32.
+
+        Raises
+        ------
+        ValueError
+            If a pattern matches no parameter, if a low-bit region has a parameter that is not float32, or one that
+            gets sparse gradients; the message names it.
+        """
+        parameters = bound_parameters(module)
+        for region in self.regions:
+            for pattern in region.patterns:
+                if not any(region.matches(name, p.ndim, pattern) for name, p in parameters.items()):
+                    limit = "" if region.max_ndim is None else f" of at most {region.max_ndim} dimension(s)"
+                    raise ValueError(
+                        f"region {region.name!r}: pattern {pattern!r} matches no parameter{limit}; "
+                        f"the model has {_some(list(parameters))}"
+                    )
+        refuse_sparse_gradients(module)
+        bound: dict[str, Region | None] = {}
+        for name, parameter in parameters.items():
+            region_of = next((r for r in self.regions if r.matches(name, parameter.ndim)), None)
+            low_bit = region_of is not None and region_of.route is not Route.FP32
+            if low_bit and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"region {region_of.name if region_of else ''!r}: parameter {name!r} is {parameter.dtype}; the "
+                    "low-bit route takes torch.float32: give it an fp32 region, which keeps its own dtype"
+                )
+            bound[name] = region_of if low_bit else None
+        return bound
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal iff the plans are."""
+        return hashlib.sha256(json.dumps(asdict(self), default=lambda e: e.value, sort_keys=True).encode()).digest()
+
+
+def bound_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained parameters by name, without the prefixes that wrappers (DDP, ``torch.compile``) put before it."""
+    parameters = {}
+    for name, parameter in module.named_parameters():
+        while name.startswith(_WRAPPERS):
+            name = name.partition(".")[2]
+        if parameter.requires_grad:
+            parameters[name] = parameter
+    return parameters
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raise ``ValueError`` naming the first layer whose gradients are sparse tensors."""
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) makes sparse gradients, which no bucket can hold; build it "
+                "with sparse=False"
+            )
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"

@@ -1,0 +1,38 @@
+"""The five policies that are compared on every workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neuron_fabric.runtime.plan import Plan, ResultFormat
+
+__all__ = ["Policy", "policies"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A plan with the name under which it is reported."""
+
+    key: str
+    label: str
+    plan: Plan
+
+
+def policies(head: Sequence[str]) -> tuple[Policy, ...]:
+    """FP32, unscaled majority, scaled majority, counts, and counts with FP32 head and 1-D parameters.
+
+    ``head`` are the patterns of the classifier head's parameters. *Unscaled* is signSGD with majority vote as
+    published (Bernstein et al. 2018), run at FP32's learning rate, which is what "static low-bit" means here.
+    """
+    return (
+        Policy("fp32", "FP32", Plan.fp32()),
+        Policy(
+            "unscaled",
+            "majority, unscaled",
+            Plan.low_bit(result_format=ResultFormat.MAJORITY, unit_scale=True),
+        ),
+        Policy("majority", "majority, scaled", Plan.low_bit(result_format=ResultFormat.MAJORITY)),
+        Policy("counts", "sign counts", Plan.low_bit()),
+        Policy("counts-fp32-head", "sign counts, FP32 head", Plan.low_bit(keep_fp32=head, one_d_fp32=True)),
+    )

@@ -1,0 +1,237 @@
+"""The main job: train the digits workload under every policy and show what each costs and gives.
+
+``neuron-fabric train`` starts this module under torchrun with local ranks over gloo on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from neuron_fabric.runtime.codec import codec_backend
+from neuron_fabric.runtime.hook import attach
+from neuron_fabric.runtime.policies import Policy, policies
+from neuron_fabric.runtime.report import Progress, write_report
+from neuron_fabric.runtime.transports import TRANSPORTS
+from neuron_fabric.runtime.workloads.digits import HEAD_PATTERNS, Digits, ResNet, shifted
+
+__all__ = ["RunResult", "Settings", "main", "run_policy"]
+
+_COLLECTIVE_LIMIT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all runs of a comparison."""
+
+    epochs: int = 6
+    batch: int = 8
+    """Images per rank and step."""
+    width: int = 16
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    transport: str = "golden"
+    seeds: int = 3
+    seed: int = 1
+    policies: tuple[str, ...] = ()
+    """Keys of the policies to run; empty for all."""
+
+
+@dataclass
+class RunResult:
+    """One policy with one seed, as rank 0 saw it."""
+
+    policy: str
+    label: str
+    seed: int
+    world: int
+    transport: str
+    accuracy: list[float] = field(default_factory=list)
+    """Test accuracy after each epoch, per cent."""
+    loss: list[float] = field(default_factory=list)
+    """Training loss of each step, mean over ranks."""
+    step_seconds: float = 0.0
+    """Median time of a step."""
+    bits_up: float = 32.0
+    """Payload bits per gradient element from a worker to the endpoint."""
+    bits_down: float = 32.0
+    envelope_bits: float = 0.0
+    """Header and envelope bits per element, each way, not in the above."""
+    sent_bytes: float = 0.0
+    """Payload bytes per step that a rank puts on the wire, by the collectives' algorithms."""
+    ring_bytes: float = 0.0
+    """The same for a ring all-reduce of everything in FP32."""
+    loopback_bytes: float | None = None
+    """Bytes per step and rank that crossed the loopback interface, headers and everything; None if unknown."""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+def run_policy(
+    policy: Policy, seed: int, settings: Settings, data: Digits, report: Callable[[RunResult, int, int], None]
+) -> RunResult:
+    """Train once. All ranks of the default process group must call it; ``report`` is told after every epoch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    ddp = DistributedDataParallel(ResNet(settings.width))
+    state = attach(ddp, policy.plan, settings.transport)
+    optimizer = torch.optim.SGD(
+        ddp.parameters(),
+        settings.learning_rate,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+    per_step = settings.batch * world
+    steps = len(data.train_labels) // per_step
+    if not steps:
+        raise ValueError(f"{per_step} images a step are more than the {len(data.train_labels)} there are")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs * steps)
+    result = RunResult(policy.key, policy.label, seed, world, settings.transport)
+    times: list[float] = []
+    losses: list[torch.Tensor] = []
+    dist.barrier()
+    before = _loopback_bytes()
+    for epoch in range(settings.epochs):
+        # One order for all ranks, of which each takes its part.
+        order = torch.randperm(len(data.train_labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        shift = torch.Generator().manual_seed((1000 * seed + epoch) * world + rank)
+        ddp.train()  # type: ignore[no-untyped-call]
+        for step in range(steps):
+            begin = time.perf_counter()
+            mine = order[step * per_step + rank * settings.batch :][: settings.batch]
+            optimizer.zero_grad(set_to_none=True)
+            logits = ddp(shifted(data.train_images[mine], shift))
+            loss = functional.cross_entropy(logits, data.train_labels[mine])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            times.append(time.perf_counter() - begin)
+            losses.append(loss.detach())
+        accuracy = torch.tensor(0.0)
+        if rank == 0:
+            accuracy = torch.tensor(_accuracy(ddp.module, data))
+        dist.broadcast(accuracy, 0)
+        result.accuracy.append(float(accuracy))
+        report(result, epoch + 1, settings.epochs)
+    dist.barrier()
+    after = _loopback_bytes()
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    result.loss = (mean / world).tolist()
+    traffic = state.traffic
+    result.step_seconds = statistics.median(times)
+    result.bits_up = traffic.up_bits / traffic.elements
+    result.bits_down = traffic.down_bits / traffic.elements
+    result.envelope_bits = traffic.envelope_bits / traffic.elements
+    result.sent_bytes = traffic.sent_bytes / traffic.steps
+    result.ring_bytes = traffic.ring_bytes / traffic.steps
+    if before is not None and after is not None:
+        result.loopback_bytes = (after - before) / traffic.steps / world
+    result.fallbacks = dict(state.fallbacks)
+    state.close()
+    return result
+
+
+@torch.no_grad()
+def _accuracy(model: torch.nn.Module, data: Digits) -> float:
+    model.eval()
+    return 100.0 * float((model(data.test_images).argmax(1) == data.test_labels).float().mean())
+
+
+def _loopback_bytes() -> int | None:
+    """Bytes that the loopback interface has sent since the machine started."""
+    try:
+        text = Path("/proc/net/dev").read_text(encoding="ascii")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return None
+
+
+def compare(settings: Settings, out: Path) -> list[RunResult]:
+    """Every policy with every seed, in one process group; rank 0 writes the report to ``out``."""
+    chosen = [p for p in policies(HEAD_PATTERNS) if not settings.policies or p.key in settings.policies]
+    data = Digits.load()
+    results: list[RunResult] = []
+    with Progress(len(chosen) * settings.seeds, quiet=dist.get_rank() != 0) as progress:
+        for seed in range(settings.seed, settings.seed + settings.seeds):
+            for policy in chosen:
+                results.append(run_policy(policy, seed, settings, data, progress.epoch))
+                progress.done(results[-1])
+    if dist.get_rank() == 0:
+        write_report(results, asdict(settings), out)
+    return results
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    defaults = Settings()
+    keys = [policy.key for policy in policies(HEAD_PATTERNS)]
+    parser = argparse.ArgumentParser(prog="neuron-fabric train", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="local ranks to start (default: 4)")
+    parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default=defaults.transport)
+    parser.add_argument("--epochs", type=int, default=defaults.epochs)
+    parser.add_argument("--batch", type=int, default=defaults.batch, help="images per rank and step")
+    parser.add_argument("--width", type=int, default=defaults.width, help="channels of the first stage")
+    parser.add_argument("--lr", type=float, default=defaults.learning_rate)
+    parser.add_argument("--seeds", type=int, default=defaults.seeds, help="seeds per policy")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="the first seed")
+    parser.add_argument("--policy", action="append", choices=keys, default=[], help="only this one; may be repeated")
+    parser.add_argument("--out", type=Path, default=Path("build/train"))
+    options = parser.parse_args(argv)
+    for name in ("ranks", "epochs", "batch", "width", "seeds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    return options
+
+
+def _launch(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Start this module again, under torchrun."""
+    codec_backend()  # compiled once here, and not by every rank at the same time
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+    return subprocess.run(
+        [*torchrun, "-m", "neuron_fabric.runtime.train", *argv], env=environment, check=False
+    ).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of ``neuron-fabric train``; the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = _arguments(argv)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return _launch(options, argv)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
+    settings = Settings(
+        epochs=options.epochs,
+        batch=options.batch,
+        width=options.width,
+        learning_rate=options.lr,
+        transport=options.transport,
+        seeds=options.seeds,
+        seed=options.seed,
+        policies=tuple(options.policy),
+    )
+    compare(settings, options.out)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

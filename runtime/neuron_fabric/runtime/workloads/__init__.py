@@ -1,0 +1,1 @@
+"""Built-in workloads on real data that packages carry."""

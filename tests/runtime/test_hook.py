@@ -1,0 +1,467 @@
+"""The hook on real process groups: bit-equality, odd sizes, abstention, non-finite gradients, failures."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from neuron_fabric.model import codec
+from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.runtime import ErrorFeedback, Plan, Region, Route, attach
+from neuron_fabric.runtime.envelope import DisagreementError
+from neuron_fabric.runtime.transports import TRANSPORTS
+from neuron_fabric.runtime.transports.base import ReducerFailedError
+
+SIZES = {"scalar": (), "one": (1,), "seven": (7,), "eight": (8,), "nine": (9,), "short": (511,), "line": (512,)}
+SIZES |= {"long": (513,), "matrix": (33, 65), "chunks": (3, 9000)}
+
+
+class Given(nn.Module):
+    """A model whose gradient is whatever it is given: the loss is the sum of parameter times coefficient."""
+
+    def __init__(self, shapes=SIZES):
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, coefficients):
+        return sum((getattr(self, name) * value).sum() for name, value in coefficients.items())
+
+
+def gradients(rank, step, shapes=SIZES, **changes):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for name, change in changes.items():
+        made[name] = change(made[name])
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def wrap(model, plan=None, transport="allgather", **options):
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
+    state = None if plan is None else attach(ddp, plan, transport)
+    return ddp, state
+
+
+def averaged(ddp, given):
+    """One backward pass; the gradients by name."""
+    ddp.zero_grad(set_to_none=True)
+    ddp(given).backward()
+    return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+
+
+def same_on_all_ranks(tensors):
+    for name, tensor in tensors.items():
+        everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, tensor)
+        for other in everybody:
+            assert torch.equal(other, tensor) or (other.isnan().all() and tensor.isnan().all()), name
+
+
+def reference(everybody, step, name, world, *, majority=False):
+    """The definition: what the segment of all ranks' gradients decodes to."""
+    parts = [given.get(name) for given in everybody]
+    parts = [torch.zeros(SIZES[name]) if part is None else part for part in parts]
+    encoded = [codec.encode_binary(part.reshape(-1).numpy(), parity=rank + step) for rank, part in enumerate(parts)]
+    voters = sum(not e.abstains for e in encoded)
+    n = parts[0].numel()
+    tally = sum(np.unpackbits(e.planes[0], count=n, bitorder="little").astype(np.int64) for e in encoded)
+    scale = codec.common_scale([e.l1 for e in encoded], [e.sent for e in encoded])
+    votes = codec.vote_sum(tally, voters, BINARY)
+    decoded = codec.decode(codec.majority(votes), scale, 1) if majority else codec.decode(votes, scale, world)
+    return torch.from_numpy(decoded).reshape(parts[0].shape)
+
+
+# ---- FP32 ------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(50, 120), nn.ReLU(), nn.Linear(120, 70), nn.Tanh(), nn.Linear(70, 5))
+
+
+def train(ddp, rank, steps=5):
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):  # the buckets are rebuilt after the first
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 50, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in ddp.parameters()])
+
+
+def check_fp32_is_plain_ddp(rank, world):
+    for view in (False, True):
+        trained = []
+        for plan in (None, Plan.fp32()):
+            torch.manual_seed(0)
+            ddp, state = wrap(Net(), plan, gradient_as_bucket_view=view)
+            trained.append(train(ddp, rank))
+            if state is not None:
+                assert state.traffic.low_bit_elements == 0
+                assert state.traffic.buckets > state.traffic.steps  # several buckets
+        assert torch.equal(*trained), view
+
+
+def check_fp32_remainder(rank, world):
+    plan = Plan((Region("low", ("matrix", "line")),))
+    plain, _ = wrap(Given())
+    mixed, _ = wrap(Given(), plan)
+    for step in range(3):
+        given = gradients(rank, step)
+        want, got = averaged(plain, given), averaged(mixed, given)
+        for name in SIZES.keys() - {"matrix", "line"}:
+            if world == 2:
+                assert torch.equal(got[name], want[name]), name
+            else:
+                torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_an_all_fp32_plan_is_bitwise_plain_ddp(run_ranks, world):
+    run_ranks(__file__, "check_fp32_is_plain_ddp", world)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_fp32_remainder_is_that_of_plain_ddp(run_ranks, world):
+    run_ranks(__file__, "check_fp32_remainder", world)
+
+
+# ---- low bit ---------------------------------------------------------------------------------------------------------
+
+SPECIAL = {
+    "plain": {},
+    "zero everywhere": {"matrix": torch.zeros_like, "nine": torch.zeros_like, "scalar": torch.zeros_like},
+    "zero on rank 0": {"chunks": lambda g: g * (dist.get_rank() > 0), "eight": lambda g: g * (dist.get_rank() > 0)},
+    "some zeros": {"chunks": lambda g: torch.where(g.abs() < 0.02, 0.0, g)},
+    "large": {"matrix": lambda g: g * 1e37},
+}
+
+
+def check_low_bit(rank, world):
+    """All transports, all formats, odd sizes and special gradients: the definition, the same bits everywhere."""
+    everything = {}
+    for result_format in ("tally", "majority"):
+        for transport in TRANSPORTS:
+            ddp, state = wrap(Given(), Plan.low_bit(result_format=result_format), transport)
+            for step, (title, changes) in enumerate(SPECIAL.items()):
+                mine = gradients(rank, step, **changes)
+                got = averaged(ddp, mine)
+                same_on_all_ranks(got)
+                everybody = [None] * world
+                dist.all_gather_object(everybody, mine)
+                for name, value in got.items():
+                    want = reference(everybody, step, name, world, majority=result_format == "majority")
+                    # The L1 sum is each rank's own: its last bits depend on the order of summation.
+                    torch.testing.assert_close(value, want, rtol=1e-6, atol=0, msg=f"{title}, {name}")
+                    first = everything.setdefault((result_format, title, name), value)
+                    assert torch.equal(first, value), (transport, result_format, title, name)
+            assert state.step == len(SPECIAL)
+            state.close()
+
+
+def check_not_finite(rank, world, feedback):
+    plan = Plan.low_bit(error_feedback=ErrorFeedback() if feedback else None)
+    for transport in TRANSPORTS:
+        ddp, state = wrap(Given(), plan, transport)
+        averaged(ddp, gradients(rank, 0))
+        before = {name: residual.clone() for name, residual in state.residuals.items()}
+        assert not feedback or any(residual.any() for residual in before.values())
+
+        def poison(g):
+            g = g.clone()
+            if dist.get_rank() == world - 1:
+                g.view(-1)[-1] = float("nan")
+            return g
+
+        got = averaged(ddp, gradients(rank, 1, matrix=poison))
+        same_on_all_ranks(got)
+        assert got["matrix"].isnan().all()
+        assert all(torch.isfinite(value).all() for name, value in got.items() if name != "matrix")
+        for name, residual in state.residuals.items():
+            assert torch.equal(residual, before[name]), name
+        state.close()
+
+
+def check_unused_on_one_rank(rank, world):
+    for transport in TRANSPORTS:
+        plan = Plan.low_bit(error_feedback=ErrorFeedback())
+        ddp, state = wrap(Given(), plan, transport, find_unused_parameters=True)
+        averaged(ddp, gradients(rank, 0))
+        before = state.residuals["chunks"].clone()
+        drop = {"chunks": (lambda g: None)} if rank == 0 else {}
+        got = averaged(ddp, gradients(rank, 1, **drop))
+        same_on_all_ranks(got)
+        changed = not torch.equal(state.residuals["chunks"], before)
+        assert changed == (rank != 0), "whoever abstains keeps its residual"
+        # Unused everywhere: DDP leaves the gradient alone, and no residual may be spent on it.
+        before = state.residuals["chunks"].clone()
+        assert "chunks" not in averaged(ddp, gradients(rank, 2, chunks=lambda g: None))
+        assert torch.equal(state.residuals["chunks"], before)
+        state.close()
+
+
+def check_error_feedback(rank, world):
+    """Unclipped: nothing is lost. Clipped: bounded. In both: as the definition says."""
+    shapes = {"matrix": (40, 50), "nine": (9,)}
+    for transport in TRANSPORTS:
+        plan = Plan.low_bit(error_feedback=ErrorFeedback(clip=None))
+        ddp, state = wrap(Given(shapes), plan, transport)
+        decoded = dict.fromkeys(shapes, 0.0)
+        wanted = dict.fromkeys(shapes, 0.0)
+        for step in range(8):
+            mine = gradients(rank, step, shapes)
+            got = averaged(ddp, mine)
+            for name in shapes:
+                decoded[name] = decoded[name] + got[name].double()
+                total = mine[name].double()
+                dist.all_reduce(total)
+                wanted[name] = wanted[name] + total / world
+        for name, shape in shapes.items():
+            left = state.residuals[name].double()
+            dist.all_reduce(left)
+            got = decoded[name] + left.view(shape) / world
+            torch.testing.assert_close(got, wanted[name], rtol=0, atol=1e-4)
+        state.close()
+
+        plan = Plan.low_bit(error_feedback=ErrorFeedback(clip=1.0))
+        ddp, state = wrap(Given(shapes), plan, transport)
+        for step in range(4):
+            averaged(ddp, gradients(rank, step, shapes))
+        assert state.residuals["matrix"].abs().max() < 1.5  # the scale is about .8
+        state.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_low_bit_gradients_are_the_definition_on_all_ranks_and_transports(run_ranks, world):
+    run_ranks(__file__, "check_low_bit", world)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_nan_on_one_rank_reaches_all_and_no_residual_changes(run_ranks, world, feedback):
+    run_ranks(__file__, "check_not_finite", world, feedback=feedback)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_unused_on_one_rank(run_ranks, world):
+    run_ranks(__file__, "check_unused_on_one_rank", world)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_error_feedback(run_ranks, world):
+    run_ranks(__file__, "check_error_feedback", world)
+
+
+# ---- fallbacks -------------------------------------------------------------------------------------------------------
+
+
+def check_failed_bucket(rank, world):
+    """The golden reducer of one rank fails in mid-step: that bucket is redone in FP32, bit for bit, everywhere."""
+    plain, _ = wrap(Given())
+    ddp, state = wrap(Given(), Plan.low_bit(error_feedback=ErrorFeedback()), "golden")
+    for step in range(4):
+        given = gradients(rank, step)
+        want = averaged(plain, given)
+        broken = step == 2 and rank == world - 1
+        if broken:
+            receive = state._transport.reducer.receive
+
+            def fail(frame):
+                raise ReducerFailedError("injected")
+
+            state._transport.reducer.receive = fail
+        before = {name: residual.clone() for name, residual in state.residuals.items()}
+        got = averaged(ddp, given)
+        same_on_all_ranks(got)
+        redone = [name for name in want if torch.equal(got[name], want[name])]
+        if step == 2:
+            assert set(redone) == set(want)
+            assert all(torch.equal(state.residuals[name], before[name]) for name in before)
+        elif world > 1:
+            assert "matrix" not in redone
+        if broken:
+            state._transport.reducer.receive = receive
+    assert state.fallbacks["reducer_failed"] >= 1
+    assert state.traffic.buckets > state.fallbacks["reducer_failed"]
+    state.close()
+
+
+def check_sparse_leaves(rank, world):
+    shapes = {"table": (100, 64), "matrix": (40, 50)}
+
+    def nine_rows_of_ten_unused(g):
+        return g * (torch.arange(100)[:, None] % 10 == rank % 10)
+
+    ddp, state = wrap(Given(shapes), Plan.low_bit())
+    plain, _ = wrap(Given(shapes))
+    for step in range(3):
+        given = gradients(rank, step, shapes, table=nine_rows_of_ten_unused)
+        got, want = averaged(ddp, given), averaged(plain, given)
+        same_on_all_ranks(got)
+        exact = torch.allclose(got["table"], want["table"], rtol=1e-6, atol=0)
+        assert exact == (step > 0), step
+        assert not torch.allclose(got["matrix"], want["matrix"])
+    assert state.fallbacks == {"sparse": 1}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_bucket_whose_reducer_failed_on_one_rank_is_redone_in_fp32(run_ranks, world):
+    run_ranks(__file__, "check_failed_bucket", world)
+
+
+@pytest.mark.distributed
+def test_a_sparse_segment_leaves_the_binary_route_on_all_ranks_at_once(run_ranks):
+    run_ranks(__file__, "check_sparse_leaves", 2)
+
+
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+
+def check_different_plans(rank, world):
+    ddp = DistributedDataParallel(Net())
+    plan = Plan.low_bit(keep_fp32=["4.*"] if rank == 0 else ["2.*"])
+    message = r"same plan and transport: entry 0 is .*'4\.\*'.* on rank 0 .*'2\.\*'.* on rank 1"
+    with pytest.raises(ValueError, match=message):
+        attach(ddp, plan)
+
+
+def check_different_models(rank, world):
+    class Other(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            setattr(self, name, nn.Linear(3, 3))
+
+        def forward(self, x):
+            return x
+
+    ddp = DistributedDataParallel(Other("left" if rank == 0 else "right"))  # the same shapes: DDP does not notice
+    with pytest.raises(ValueError, match=r"same model: entry 0 is 'left\.weight .*rank 0 .*'right\.weight .* rank 1"):
+        attach(ddp, Plan.fp32())
+
+
+def check_a_rank_that_is_a_step_ahead(rank, world, transport):
+    ddp, state = wrap(Given(), Plan.low_bit(), transport)
+    state.step += rank
+    with pytest.raises(Exception, match=r"sent step \d where this rank has \d") as caught:
+        averaged(ddp, gradients(rank, 0))
+    assert caught.type in (DisagreementError, RuntimeError)
+
+
+def check_refusals(rank, world):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(10, 3, sparse=True)
+
+        def forward(self, x):
+            return self.table(x)
+
+    with pytest.raises(ValueError, match=r"layer 'table' \(Embedding\) makes sparse gradients"):
+        attach(DistributedDataParallel(Sparse()), Plan.fp32())
+    ddp = DistributedDataParallel(Net())
+    with pytest.raises(ValueError, match=r"'kept': pattern 'head\.\*' matches no parameter; the model has 0\.weight"):
+        attach(ddp, Plan.low_bit(keep_fp32=["head.*"]))
+    with pytest.raises(ValueError, match="unknown transport 'carrier-pigeon'"):
+        attach(ddp, Plan.fp32(), "carrier-pigeon")
+    with pytest.raises(ValueError, match=r"'0\.weight' is torch\.bfloat16; the low-bit route takes torch\.float32"):
+        attach(DistributedDataParallel(Net().bfloat16()), Plan.low_bit())
+    attach(ddp, Plan.fp32())
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        attach(ddp, Plan.fp32())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", ["check_different_plans", "check_different_models"])
+def test_ranks_that_differ_are_told_the_first_difference(run_ranks, check):
+    run_ranks(__file__, check, 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_out_of_step_stop_with_the_reason(run_ranks, transport):
+    run_ranks(__file__, "check_a_rank_that_is_a_step_ahead", 2, transport=transport)
+
+
+@pytest.mark.distributed
+def test_what_cannot_work_is_refused_by_name(run_ranks):
+    run_ranks(__file__, "check_refusals", 1)
+
+
+# ---- plans and traffic, without a group ------------------------------------------------------------------------------
+
+
+def test_the_first_region_that_matches_has_the_parameter():
+    plan = Plan((Region("head", ("4.*",), Route.FP32), Region("norms", ("*",), Route.FP32, max_ndim=1), Region("body")))
+    bound = plan.bind(Net())
+    assert {name: region and region.name for name, region in bound.items()} == {
+        "0.weight": "body",
+        "0.bias": None,
+        "2.weight": "body",
+        "2.bias": None,
+        "4.weight": None,
+        "4.bias": None,
+    }
+
+
+def test_wrappers_do_not_change_names():
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    assert Plan.low_bit(keep_fp32=["4.*"]).bind(Wrapper(Net())).keys() == Plan.fp32().bind(Net()).keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Region("a", "0.*"), "patterns is a sequence"),
+        (lambda: Region("a", ()), "no patterns"),
+        (lambda: Region("a", margin=-1), "margin must not be negative"),
+        (lambda: Region("a", route="fp32", unit_scale=True), "an fp32 region has no"),
+        (lambda: Region("a", route="morse"), "'morse' is not a valid Route"),
+        (lambda: Region("a", unit_scale=True, error_feedback=ErrorFeedback()), "needs the segment's scale"),
+        (lambda: ErrorFeedback(clip=-1.0), "clip must not be negative"),
+        (lambda: ErrorFeedback(decay=1.5), "decay must be 0 to 1"),
+        (lambda: Plan((Region("a"), Region("a"))), "'a' is declared twice"),
+        (lambda: Plan((Region("a", ("x",)),)).bind(Net()), "pattern 'x' matches no parameter"),
+        (lambda: Plan((Region("a", ("*",), max_ndim=0),)).bind(Net()), "no parameter of at most 0 dimension"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_by_name(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def check_traffic(rank, world):
+    for transport in TRANSPORTS:
+        ddp, state = wrap(Given({"matrix": (64, 64), "head": (10, 10)}), Plan.low_bit(keep_fp32=["head"]), transport)
+        averaged(ddp, gradients(rank, 0, {"matrix": (64, 64), "head": (10, 10)}))
+        traffic = state.traffic
+        assert (traffic.elements, traffic.low_bit_elements) == (4196, 4096)
+        assert traffic.up_bits == 4096 + 3200
+        assert traffic.down_bits == 4096 * 2 + 3200  # two tally planes for three workers
+        assert traffic.ring_bytes == 2 * 2 * 4196 * 4 // 3
+        envelope = traffic.envelope_bits // 8
+        signs = {
+            "allgather": 2 * (512 + envelope),
+            # 8 lines in shards of 2, 3 and 3; each second stage is as long as the longest, with 8 bytes of status
+            "collective": 2 * envelope + 512 - (128, 192, 192)[rank] + 2 * (2 * 192 + 8),
+        }
+        signs["golden"] = signs["collective"]
+        assert traffic.sent_bytes == signs[transport] + 2 * 2 * 400 // 3
+        state.close()
+
+
+@pytest.mark.distributed
+def test_traffic_is_counted_as_it_is_sent(run_ranks):
+    run_ranks(__file__, "check_traffic", 3)
