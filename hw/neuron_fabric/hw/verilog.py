@@ -1,0 +1,131 @@
+"""Verilog export: stable text, stable names, and a JSON manifest beside each file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from amaranth.back import verilog
+from amaranth.hdl import Value
+from amaranth.lib import data, wiring
+
+from neuron_fabric.hw.axis import AxiStreamReducer
+from neuron_fabric.hw.core import ReducerCore
+from neuron_fabric.hw.layout import EVENTS, config_layout, contribution_layout, result_layout
+from neuron_fabric.model.params import ReducerParams
+from neuron_fabric.model.wire import HEADER_BYTES, HEADER_FIELDS, HEADER_OFFSET
+
+__all__ = ["TOPS", "build", "export"]
+
+_RENAMED = {"config": "cfg"}
+"""Port names that are keywords of Verilog."""
+
+TOPS: dict[str, str] = {"core": "neuron_fabric_reducer_core", "axis": "neuron_fabric_reducer_axis"}
+"""Name of a top for people, and of its Verilog module and files."""
+
+
+def build(top: str, params: ReducerParams) -> Any:
+    """The component of a top; ``ValueError`` for an unknown one."""
+    if top == "core":
+        return ReducerCore(params)
+    if top == "axis":
+        return AxiStreamReducer(params)
+    raise ValueError(f"unknown top {top!r}: use {' or '.join(TOPS)}")
+
+
+def _ports(component: Any) -> list[tuple[str, str, Value]]:
+    ports = []
+    for path, member, value in component.signature.flatten(component):
+        direction = "input" if member.flow == wiring.In else "output"
+        name = "__".join(str(part) for part in path)
+        ports.append((_RENAMED.get(name, name), direction, Value.cast(value)))
+    return ports
+
+
+_ZERO_WORDS = re.compile(
+    r"^    (?P<name>\S+)\[0\] = (?P<zero>\d+'h0+);\n(?:    (?P=name)\[\d+\] = (?P=zero);\n)+", re.M
+)
+
+
+def _shorten(text: str) -> str:
+    """Clear each memory by a loop instead of by one statement (of 768 digits) a word."""
+
+    def loop(match: re.Match[str]) -> str:
+        name, zero, words = match["name"], match["zero"], match[0].count("\n")
+        width = zero.partition("'")[0]
+        return f"    for (cleared = 0; cleared < {words}; cleared = cleared + 1) {name}[cleared] = {width}'h0;\n"
+
+    text, count = _ZERO_WORDS.subn(loop, text)
+    if count != text.count("initial begin\n"):
+        raise RuntimeError("the Verilog back end writes memories in another form than this module knows")
+    numbers = itertools.count()  # block names must differ inside a module
+    return re.sub(
+        r"^  initial begin$",
+        lambda _: f"  initial begin : clear{next(numbers)}\n    integer cleared;",
+        text,
+        flags=re.M,
+    )
+
+
+def _layout(layout: data.StructLayout, name: str = "", offset: int = 0) -> list[dict[str, Any]]:
+    rows = []
+    for key, field in layout:
+        full, at = f"{name}{key}", offset + field.offset
+        if isinstance(field.shape, data.StructLayout):
+            rows += _layout(field.shape, f"{full}.", at)
+        else:
+            rows.append({"field": full, "offset": at, "width": field.width})
+    return rows
+
+
+def _manifest(top: str, component: Any) -> dict[str, Any]:
+    params = component.params
+    ports = [{"name": "clk", "direction": "input", "width": 1}, {"name": "rst", "direction": "input", "width": 1}]
+    ports += [
+        {"name": name, "direction": direction, "width": len(value)} for name, direction, value in _ports(component)
+    ]
+    result: dict[str, Any] = {
+        "top": top,
+        "module": TOPS[top],
+        "parameters": asdict(params),
+        "latency_cycles": ReducerCore.LATENCY,
+        "ports": ports,
+        "layouts": {
+            "config": _layout(config_layout(params)),
+            "contribution": _layout(contribution_layout(params)),
+            "result": _layout(result_layout(params)),
+            "events": _layout(EVENTS),
+        },
+    }
+    if top == "axis":
+        result["header"] = {
+            "offset_bytes": HEADER_OFFSET,
+            "size_bytes": HEADER_BYTES,
+            "byte_order": "big",
+            "fields": [{"field": f.name, "offset": f.offset, "size": f.size} for f in HEADER_FIELDS],
+        }
+    return result
+
+
+def export(top: str, params: ReducerParams, out_dir: str | Path) -> Path:
+    """Write ``<module>.v`` and ``<module>.json`` into ``out_dir``; the same arguments give the same bytes.
+
+    ``top`` is "core" or "axis". The folder is made if it isn't there. Gives back the path of the Verilog file.
+    """
+    component = build(top, params)
+    ports = {name: (value, None) for name, _direction, value in _ports(component)}  # None: an input if not driven
+    text = verilog.convert(component, name=TOPS[top], ports=ports, emit_src=False, strip_internal_attrs=True)
+    sizes = ", ".join(f"{name}={value}" for name, value in asdict(params).items())
+    head = (
+        f"// NEURON-Fabric {TOPS[top]}: {sizes}\n// All modules are in this file.\n// verilator lint_off DECLFILENAME\n"
+    )
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{TOPS[top]}.v"
+    path.write_text(head + _shorten(text), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(_manifest(top, component), indent=2) + "\n", encoding="utf-8")
+    return path
