@@ -44,6 +44,7 @@ from neuron_fabric.hw.layout import (
     FrameKind,
     config_layout,
     contribution_layout,
+    index_width,
     max_shift,
     result_layout,
     version_width,
@@ -134,7 +135,7 @@ class ReducerCore(wiring.Component):
         # ---- judge: what becomes of the beat -----------------------------------------------------------------------
         frame_accepted, frame_overwrite, frame_completes = Signal(), Signal(), Signal()  # judged at its first beat
         accepted, overwrite, completes = Signal(), Signal(), Signal()  # of the frame of this beat
-        line = Signal(range(params.lines_per_chunk))
+        line = Signal(index_width(params.lines_per_chunk))
         this_line = Signal.like(line)
         version = Signal(version_bits)  # of the beat; slots.version may be that of a fetch
         first = Signal()

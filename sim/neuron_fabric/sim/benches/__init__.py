@@ -1,0 +1,1 @@
+"""Test modules that cocotb runs inside a simulator."""
