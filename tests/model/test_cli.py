@@ -29,9 +29,8 @@ def test_a_missing_package_names_the_extra(capsys, monkeypatch):
 
     monkeypatch.setattr(cli, "entry_points", lambda group: [Broken()])
     assert cli.main(["train"]) == 1
-    assert (
-        "No module named 'torch'; install what it needs: pip install 'neuron-fabric[train]'" in capsys.readouterr().err
-    )
+    message = "No module named 'torch'; install what it needs, in the checkout: pip install '.[train]'"
+    assert message in capsys.readouterr().err
 
 
 def imported(module):

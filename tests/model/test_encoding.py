@@ -23,6 +23,7 @@ from neuron_fabric.model.params import ReducerParams
         (int_encoding(4), 16, 8),
         (tally_encoding(BINARY, 4), 4, 5),
         (tally_encoding(TERNARY, 3), 5, 5),
+        (tally_encoding(tally_encoding(BINARY, 3), 2), 2, 4),  # three levels: 12 leaves
     ],
 )
 def test_tally_bits(encoding, world, bits):

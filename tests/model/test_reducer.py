@@ -29,6 +29,7 @@ from neuron_fabric.model.wire import DESTINATION_ALL, HEADER_BYTES
 
 PARAMS = ReducerParams(lanes=64, lines_per_chunk=2, slots=2, workers=8, acc_bits=6, max_planes=4)
 JOB, EPOCH = 7, 3
+ROOT_JOB, ROOT_EPOCH = 21, 9
 
 
 def contribution(worker, chunk, data=b"", *, plane=0, planes=1, lines=1, voters=1, **fields):
@@ -408,11 +409,12 @@ def test_a_tree_of_two_levels_counts_like_one_reducer(seed):
     leaves = 3
     upper = tally_encoding(BINARY, leaves)
     root = SignCountReducer(PARAMS)
-    root.open(JobConfig(JOB, EPOCH, {0: "c0", 1: "c1"}, upper))
+    root.open(JobConfig(ROOT_JOB, ROOT_EPOCH, {0: "c0", 1: "c1"}, upper))
     children = []
     for index, members in enumerate(((0, 1, 2), (3, 4))):
         child = SignCountReducer(PARAMS)
-        child.open(JobConfig(JOB, EPOCH, members, BINARY, parent=Parent("root", JOB, index, EPOCH, leaves)))
+        # The root knows the job, the workers and the epoch under numbers of its own.
+        child.open(JobConfig(JOB, EPOCH, members, BINARY, parent=Parent("root", ROOT_JOB, index, ROOT_EPOCH, leaves)))
         children.append(child)
     result_planes = upper.tally_bits(2)
     config = JobConfig(JOB, EPOCH, range(5), BINARY)
@@ -455,6 +457,28 @@ def test_a_tree_of_two_levels_counts_like_one_reducer(seed):
         result = worker.result()
         np.testing.assert_array_equal(result.planes, want)
         assert set(result.voters) == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "sender", "reason"),
+    [
+        ({"job": JOB}, "root", Reason.JOB_NOT_OPEN),
+        ({"worker": 4}, "root", Reason.JOB_NOT_OPEN),
+        ({"epoch": EPOCH}, "root", Reason.WRONG_EPOCH),
+        ({}, "elsewhere", Reason.WRONG_SENDER),
+        ({"lines": 2}, "root", Reason.BAD_LENGTH),
+    ],
+)
+def test_a_child_relays_only_what_its_parent_answers_to_it(change, sender, reason):
+    child = SignCountReducer(PARAMS)
+    child.open(JobConfig(JOB, EPOCH, (0, 1), BINARY, parent=Parent("root", ROOT_JOB, 5, ROOT_EPOCH, 2)))
+    fields = {"job": ROOT_JOB, "worker": 5, "chunk": 0, "lines": 1, "epoch": ROOT_EPOCH}
+    good = Header(FrameType.RESULT, **fields).pack() + bytes(8)
+    assert child.receive(good, "root") is Reason.NONE
+    (relayed,) = child.poll()
+    assert (relayed.header.job, relayed.header.worker, relayed.header.epoch) == (JOB, DESTINATION_ALL, EPOCH)
+    assert child.receive(Header(FrameType.RESULT, **fields | change).pack() + bytes(8), sender) is reason
+    assert child.poll() == []
 
 
 def test_a_worker_waits_for_the_slot():

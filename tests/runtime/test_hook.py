@@ -1,5 +1,7 @@
 """The hook on real process groups: bit-equality, odd sizes, abstention, non-finite gradients, failures."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from neuron_fabric.model import codec
 from neuron_fabric.model.encoding import BINARY
 from neuron_fabric.runtime import ErrorFeedback, Plan, Region, Route, attach
+from neuron_fabric.runtime.collectives import borrow_group, give_back_group, timeout_of
 from neuron_fabric.runtime.envelope import DisagreementError
 from neuron_fabric.runtime.transports import TRANSPORTS
 from neuron_fabric.runtime.transports.base import ReducerFailedError
@@ -291,6 +294,7 @@ def check_failed_bucket(rank, world):
             state._transport.reducer.receive = receive
     assert state.fallbacks["reducer_failed"] >= 1
     assert state.traffic.buckets > state.fallbacks["reducer_failed"]
+    assert state.traffic.up_bits > 3 * state.traffic.elements  # what was redone took 32 bits more
     state.close()
 
 
@@ -412,13 +416,34 @@ def test_the_first_region_that_matches_has_the_parameter():
     }
 
 
-def test_wrappers_do_not_change_names():
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
+def test_wrappers_and_compilation_do_not_change_names():
+    names = list(Plan.fp32().bind(Net()))
+    partly = Net()
+    partly[2] = torch.compile(partly[2])
+    for wrapped in (nn.DataParallel(Net()), torch.compile(Net()), torch.compile(nn.DataParallel(Net())), partly):
+        assert list(Plan.low_bit(keep_fp32=["4.*"]).bind(wrapped)) == names
 
-    assert Plan.low_bit(keep_fp32=["4.*"]).bind(Wrapper(Net())).keys() == Plan.fp32().bind(Net()).keys()
+
+def test_a_parameter_may_be_called_module():
+    class Confusing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5))
+            self.module = nn.Linear(3, 5)
+
+    assert list(Plan.low_bit().bind(Confusing())) == ["weight", "module.weight", "module.bias"]
+
+
+def test_embeddings_go_fp32_unless_they_are_asked_for():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    bound = Plan.low_bit().bind(model)
+    assert bound["0.weight"] is None
+    assert bound["1.weight"] is not None
+    assert Plan.low_bit(embeddings=True).bind(model)["0.weight"] is not None
+
+
+def test_a_model_without_one_dimensional_parameters():
+    assert Plan.low_bit(one_d_fp32=True).bind(nn.Linear(3, 3, bias=False))["weight"] is not None
 
 
 @pytest.mark.parametrize(
@@ -427,9 +452,14 @@ def test_wrappers_do_not_change_names():
         (lambda: Region("a", "0.*"), "patterns is a sequence"),
         (lambda: Region("a", ()), "no patterns"),
         (lambda: Region("a", margin=-1), "margin must not be negative"),
+        (lambda: Region("a", margin=1), "are for majority results"),
+        (lambda: Region("a", unit_scale=True), "are for majority results"),
         (lambda: Region("a", route="fp32", unit_scale=True), "an fp32 region has no"),
         (lambda: Region("a", route="morse"), "'morse' is not a valid Route"),
-        (lambda: Region("a", unit_scale=True, error_feedback=ErrorFeedback()), "needs the segment's scale"),
+        (
+            lambda: Region("a", result_format="majority", unit_scale=True, error_feedback=ErrorFeedback()),
+            "needs the segm",
+        ),
         (lambda: ErrorFeedback(clip=-1.0), "clip must not be negative"),
         (lambda: ErrorFeedback(decay=1.5), "decay must be 0 to 1"),
         (lambda: Plan((Region("a"), Region("a"))), "'a' is declared twice"),
@@ -443,11 +473,14 @@ def test_a_plan_that_cannot_work_is_refused_by_name(make, message):
 
 
 def check_traffic(rank, world):
+    outcome = 2 * 2 * 8 * 4 // 3  # only where an outcome is agreed: three numbers and one bucket
     for transport in TRANSPORTS:
-        ddp, state = wrap(Given({"matrix": (64, 64), "head": (10, 10)}), Plan.low_bit(keep_fp32=["head"]), transport)
-        averaged(ddp, gradients(rank, 0, {"matrix": (64, 64), "head": (10, 10)}))
+        shapes = {"matrix": (64, 64), "head": (10, 10)}
+        ddp = DistributedDataParallel(Given(shapes))
+        state = attach(ddp, Plan.low_bit(keep_fp32=["head"]), transport)
+        averaged(ddp, gradients(rank, 0, shapes))
         traffic = state.traffic
-        assert (traffic.elements, traffic.low_bit_elements) == (4196, 4096)
+        assert (traffic.steps, traffic.buckets, traffic.elements, traffic.low_bit_elements) == (1, 1, 4196, 4096)
         assert traffic.up_bits == 4096 + 3200
         assert traffic.down_bits == 4096 * 2 + 3200  # two tally planes for three workers
         assert traffic.ring_bytes == 2 * 2 * 4196 * 4 // 3
@@ -457,11 +490,219 @@ def check_traffic(rank, world):
             # 8 lines in shards of 2, 3 and 3; each second stage is as long as the longest, with 8 bytes of status
             "collective": 2 * envelope + 512 - (128, 192, 192)[rank] + 2 * (2 * 192 + 8),
         }
-        signs["golden"] = signs["collective"]
+        signs["golden"] = signs["collective"] + outcome
         assert traffic.sent_bytes == signs[transport] + 2 * 2 * 400 // 3
+        assert set(traffic.as_dict()) >= {"up_bits", "sent_bytes"}
+        state.close()
+
+
+def check_traffic_of_a_majority(rank, world):
+    shapes = {"matrix": (64, 64), "other": (64, 64)}
+    for transport in TRANSPORTS:
+        ddp = DistributedDataParallel(Given(shapes))
+        state = attach(ddp, Plan.low_bit(result_format="majority"), transport)
+        averaged(ddp, gradients(rank, 0, shapes))
+        assert state.traffic.down_bits == 2 * 8192
+        averaged(ddp, gradients(rank, 1, shapes, other=lambda g: g * (rank > 0)))
+        assert state.traffic.down_bits == 2 * 8192 + 3 * 8192  # with an abstainer in the bucket the tally comes
         state.close()
 
 
 @pytest.mark.distributed
 def test_traffic_is_counted_as_it_is_sent(run_ranks):
     run_ranks(__file__, "check_traffic", 3)
+    run_ranks(__file__, "check_traffic_of_a_majority", 4)
+
+
+# ---- formats by the definition ---------------------------------------------------------------------------------------
+
+
+def check_formats(rank, world):
+    """Margin, unit scale, clip and decay against the plain formulas, from the ranks' own gradients."""
+    shapes = {"matrix": (40, 50)}
+    for transport in TRANSPORTS:
+        for margin, unit in ((1, False), (2, False), (0, True)):
+            plan = Plan.low_bit(result_format="majority", margin=margin, unit_scale=unit)
+            ddp, state = wrap(Given(shapes), plan, transport)
+            mine = gradients(rank, 0, shapes)["matrix"]
+            votes, magnitude = torch.sign(mine), mine.double().abs().mean()
+            dist.all_reduce(votes)
+            dist.all_reduce(magnitude)
+            want = torch.where(votes.abs() > margin, torch.sign(votes), 0.0)
+            want *= 1.0 if unit else float(magnitude / world)
+            got = averaged(ddp, {"matrix": mine})["matrix"]
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+            state.close()
+
+        feedback = ErrorFeedback(clip=0.75, decay=0.5)
+        ddp, state = wrap(Given(shapes), Plan.low_bit(error_feedback=feedback), transport)
+        residual = torch.zeros(shapes["matrix"])
+        for step in range(4):
+            mine = gradients(rank, step, shapes)["matrix"]
+            p = mine + residual
+            votes, magnitude = torch.sign(p), p.double().abs().mean()
+            dist.all_reduce(magnitude)
+            scale = float(magnitude / world)
+            residual = 0.5 * (p - scale * votes).clamp(-0.75 * scale, 0.75 * scale)
+            dist.all_reduce(votes)
+            got = averaged(ddp, {"matrix": mine})["matrix"]
+            torch.testing.assert_close(got, scale * votes / world, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(state.residuals["matrix"].view(40, 50), residual, rtol=1e-4, atol=1e-6)
+        before = state.residuals["matrix"].clone()
+        state.loss_scale = 8.0
+        assert torch.equal(state.residuals["matrix"], 8 * before)
+        with pytest.raises(ValueError, match="loss_scale must be positive"):
+            state.loss_scale = 0.0
+        state.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_formats_and_error_feedback_are_the_plain_formulas(run_ranks, world):
+    run_ranks(__file__, "check_formats", world)
+
+
+# ---- how people use DDP ----------------------------------------------------------------------------------------------
+
+
+def check_ways_of_ddp(rank, world):
+    """static_graph, no_sync, bucket views, two models in one backward, join: no hang, the same bits on all ranks."""
+
+    def same(ddp):
+        same_on_all_ranks({name: p.grad for name, p in ddp.module.named_parameters()})
+
+    for transport in TRANSPORTS:
+        for feedback in (None, ErrorFeedback()):
+            plan = Plan.low_bit(error_feedback=feedback)
+            for option in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view"):
+                torch.manual_seed(rank)
+                ddp, state = wrap(Net(), plan, transport, **{option: True})
+                for step in range(3):
+                    if option != "static_graph":  # with it plain DDP itself fails in a no_sync
+                        with ddp.no_sync():
+                            ddp(torch.randn(8, 50)).square().mean().backward()
+                    ddp(torch.randn(8, 50)).square().mean().backward()
+                    same(ddp)
+                    ddp.zero_grad(set_to_none=step % 2 == 0)
+                assert state.step == 3
+                state.close()
+            (a, state_a), (b, state_b) = wrap(Net(), plan, transport), wrap(Net(), plan, transport)
+            for _ in range(3):
+                x = torch.randn(8, 50)
+                (a(x).square().mean() + b(x).square().mean()).backward()
+                same(a)
+                same(b)
+                a.zero_grad()
+                b.zero_grad()
+            state_a.close()
+            state_b.close()
+            ddp, state = wrap(Net(), plan, transport)
+            with ddp.join():
+                for _ in range(2 + rank):
+                    ddp(torch.randn(8, 50)).square().mean().backward()
+            state.close()
+
+
+def check_kept_gradients(rank, world):
+    """With bucket views and gradients that are kept, plain DDP rounds the average in another place at three workers."""
+    grads = []
+    for plan in (None, Plan.fp32()):
+        torch.manual_seed(0)
+        ddp, _ = wrap(Net(), plan, gradient_as_bucket_view=True)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=False)
+            ddp(torch.randn(8, 50, generator=generator)).square().mean().backward()
+        grads.append(torch.cat([p.grad.reshape(-1) for p in ddp.parameters()]))
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-8)
+
+
+def check_subgroups(rank, world):
+    """Two halves of the job, each with a model of its own, attach and train at the same time."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    for transport in TRANSPORTS:
+        ddp = DistributedDataParallel(Given(), process_group=mine, bucket_cap_mb=0.01)
+        state = attach(ddp, Plan.low_bit(error_feedback=ErrorFeedback()), transport)
+        for step in range(2 + rank // 2):  # not even the same number of steps
+            for tensor in averaged(ddp, gradients(rank, step)).values():
+                everybody = [torch.empty_like(tensor) for _ in range(2)]
+                dist.all_gather(everybody, tensor, group=mine)
+                assert torch.equal(*everybody)
+        state.close()
+
+
+def check_closed(rank, world):
+    """Nothing is left behind but groups that are used again; a backward pass says that the state was closed."""
+    for transport in TRANSPORTS:
+        for round_ in range(4):
+            ddp, state = wrap(Given(), Plan.low_bit(), transport)
+            averaged(ddp, gradients(rank, 0))
+            state.close()
+            state.close()
+            if round_ == 0:
+                threads = threading.active_count()
+                groups = len(dist.distributed_c10d._world.pg_map)
+        assert threading.active_count() <= threads
+        assert len(dist.distributed_c10d._world.pg_map) == groups
+        with pytest.raises(RuntimeError, match="takes no more buckets: it was closed"):
+            averaged(ddp, gradients(rank, 1))
+
+
+def check_counting_breaks_on_one_rank(rank, world):
+    """Without anything held there is nothing to redo from: every rank stops, with the reason, and stays stopped."""
+    ddp, state = wrap(Given(), Plan.low_bit(), "collective")
+    averaged(ddp, gradients(rank, 0))
+    averaged(ddp, gradients(rank, 1))
+    if rank == 0:
+
+        def broken(*_arguments):
+            raise MemoryError("injected")
+
+        state._transport._count = broken
+    with pytest.raises(Exception, match="the reducer of rank 0 failed for bucket 0 of step 2"):
+        averaged(ddp, gradients(rank, 2))
+    with pytest.raises(Exception, match="takes no more buckets: the reducer of rank 0 failed"):
+        averaged(ddp, gradients(rank, 3))
+    state.close()
+
+
+def check_one_rank_cannot_attach(rank, world):
+    class Troubled(Plan):
+        def bind(self, module):
+            if rank == 1:
+                raise ValueError("trouble on this rank only")
+            return super().bind(module)
+
+    with pytest.raises((ValueError, RuntimeError), match="trouble" if rank == 1 else "another rank cannot attach"):
+        attach(DistributedDataParallel(Net()), Troubled())
+
+
+def check_own_timeout(rank, world):
+    group = borrow_group(dist.group.WORLD)
+    assert timeout_of(group) == timeout_of(dist.group.WORLD)
+    assert timeout_of(group).total_seconds() == 60
+    give_back_group(dist.group.WORLD, group)
+    assert borrow_group(dist.group.WORLD) is group
+    other = borrow_group(dist.group.WORLD)
+    assert other is not group
+    if rank == 0:  # idle on one rank only: nobody may have it
+        give_back_group(dist.group.WORLD, other)
+    assert borrow_group(dist.group.WORLD) not in (group, other)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        ("check_ways_of_ddp", 2),
+        ("check_kept_gradients", 3),
+        ("check_subgroups", 4),
+        ("check_closed", 2),
+        ("check_counting_breaks_on_one_rank", 2),
+        ("check_one_rank_cannot_attach", 2),
+        ("check_own_timeout", 2),
+    ],
+)
+def test_ways_to_use_and_to_stop(run_ranks, check, world):
+    run_ranks(__file__, check, world)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         extra = EXTRAS.get(name, "dev")
         print(
-            f"neuron-fabric {name}: {error}; install what it needs: pip install 'neuron-fabric[{extra}]'",
+            f"neuron-fabric {name}: {error}; install what it needs, in the checkout: pip install '.[{extra}]'",
             file=sys.stderr,
         )
         return 1

@@ -62,12 +62,17 @@ class Encoding:
         """The ``k`` of ``+-2**k``."""
         return abs(self.weights[plane]).bit_length() - 1
 
-    def bounds(self, world: int) -> tuple[int, int]:
-        """Least and greatest tally that ``world`` members can produce (all leaves of children counted)."""
-        low, high = self.leaf_range or (
+    @property
+    def leaf_bounds(self) -> tuple[int, int]:
+        """Least and greatest contribution of one leaf."""
+        return self.leaf_range or (
             sum(weight for weight in self.weights if weight < 0),
             sum(weight for weight in self.weights if weight > 0),
         )
+
+    def bounds(self, world: int) -> tuple[int, int]:
+        """Least and greatest tally that ``world`` members can produce (all leaves of children counted)."""
+        low, high = self.leaf_bounds
         leaves = operator.index(world) * self.leaves
         return leaves * low, leaves * high
 
@@ -107,14 +112,18 @@ def int_encoding(bits: int) -> Encoding:
 def tally_encoding(child: Encoding, leaves: int) -> Encoding:
     """The planes of a child reducer's own result, as its parent sees them.
 
-    ``leaves`` is the most workers below any child of that parent, so that all children use the same table.
+    ``leaves`` is the most members of any child of that parent, so that all children use the same table.
     """
     bits = child.tally_bits(leaves)
     weights = [1 << k for k in range(bits)]
     if child.signed:
         weights[-1] = -weights[-1]
     return Encoding(
-        f"tally({child.name},{leaves})", tuple(weights), child.counts_negatives, leaves * child.leaves, child.bounds(1)
+        f"tally({child.name},{leaves})",
+        tuple(weights),
+        child.counts_negatives,
+        leaves * child.leaves,
+        child.leaf_bounds,
     )
 
 

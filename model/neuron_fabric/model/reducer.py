@@ -291,31 +291,35 @@ class SignCountReducer:
         reason = self._validate(header, len(payload) - HEADER_BYTES, sender)
         if reason is not Reason.NONE:
             return self._refuse(header, reason, sender)
-        job = self._jobs[header.job]
         if header.type is FrameType.RESULT:
-            self._relay(job, header, bytes(payload[HEADER_BYTES:]))
+            for child in self._children(header):
+                self._relay(child, header, bytes(payload[HEADER_BYTES:]))
             return Reason.NONE
-        return self._contribute(job, header, payload, sender)
+        return self._contribute(self._jobs[header.job], header, payload, sender)
+
+    def _children(self, header: Header) -> list[_Job]:
+        """The jobs that are members of the job that a parent's RESULT names, and that it is meant for."""
+        return [
+            job
+            for job in self._jobs.values()
+            if job.config.parent is not None
+            and job.config.parent.job == header.job
+            and header.worker in (job.config.parent.worker, DESTINATION_ALL)
+        ]
 
     def _validate(self, header: Header, body: int, sender: Hashable | None) -> Reason:
         """Rule 1; the first failing check counts."""
         kind = header.type
-        job = self._jobs.get(header.job)
-        from_parent = kind is FrameType.RESULT and job is not None and job.config.parent is not None
-        if kind not in (FrameType.CONTRIBUTE, FrameType.ABSTAIN) and not from_parent:
+        if kind is FrameType.RESULT and any(job.config.parent is not None for job in self._jobs.values()):
+            return self._validate_result(header, body, sender)
+        if kind not in (FrameType.CONTRIBUTE, FrameType.ABSTAIN):
             return Reason.BAD_TYPE
-        bitmap = BITMAP_BYTES if from_parent and header.flags & Flags.PARTIAL else 0
-        if body != (0 if kind is FrameType.ABSTAIN else header.lines * self.params.line_bytes + bitmap):
+        if body != (0 if kind is FrameType.ABSTAIN else header.lines * self.params.line_bytes):
             return Reason.BAD_LENGTH
+        job = self._jobs.get(header.job)
         if job is None:
             return Reason.JOB_NOT_OPEN
         config = job.config
-        if from_parent and config.parent is not None:
-            if header.epoch != config.parent.epoch:
-                return Reason.WRONG_EPOCH
-            if sender != config.parent.address:
-                return Reason.WRONG_SENDER
-            return Reason.NONE
         if header.epoch != config.epoch:
             return Reason.WRONG_EPOCH
         if not self._pinned(job, header.worker, sender):
@@ -328,6 +332,20 @@ class SignCountReducer:
             return Reason.BAD_VOTERS
         return Reason.NONE
 
+    def _validate_result(self, header: Header, body: int, sender: Hashable | None) -> Reason:
+        """The same checks for what a parent answers; it is known by the job, worker and epoch at the parent."""
+        bitmap = BITMAP_BYTES if header.flags & Flags.PARTIAL else 0
+        if body != header.lines * self.params.line_bytes + bitmap:
+            return Reason.BAD_LENGTH
+        parents = [job.config.parent for job in self._children(header) if job.config.parent is not None]
+        if not parents:
+            return Reason.JOB_NOT_OPEN
+        if any(header.epoch != parent.epoch for parent in parents):
+            return Reason.WRONG_EPOCH
+        if any(sender != parent.address for parent in parents):
+            return Reason.WRONG_SENDER
+        return Reason.NONE
+
     @staticmethod
     def _pinned(job: _Job, worker: int, sender: Hashable | None) -> bool:
         return worker in job.members and job.members[worker] in (None, sender)
@@ -335,7 +353,9 @@ class SignCountReducer:
     def _refuse(self, header: Header | None, reason: Reason, sender: Hashable | None) -> Reason:
         self.counters["stale" if reason is Reason.STALE else f"refused_{reason.name.lower()}"] += 1
         job = self._jobs.get(header.job) if header is not None else None
-        if header is None or job is None or not self._pinned(job, header.worker, sender):
+        if header is None or job is None or header.type is FrameType.RESULT:
+            return reason
+        if not self._pinned(job, header.worker, sender):
             return reason
         if len(self._nacks) >= self._nack_queue:
             self.counters["nacks_dropped"] += 1

@@ -13,7 +13,7 @@ from torch import nn
 from neuron_fabric.runtime.collectives import all_gather_single
 from neuron_fabric.runtime.plan import bound_parameters
 
-__all__ = ["agree_on_outcome", "check_same", "describe_model"]
+__all__ = ["agree_on_outcome", "agree_ready", "check_same", "describe_model"]
 
 _MOST_BYTES = 1 << 24
 
@@ -55,6 +55,19 @@ def check_same(what: str, lines: list[str], group: dist.ProcessGroup | None = No
                     f"on rank {other}"
                 )
     raise ValueError(f"rank {rank}: the ranks do not have the same {what}")
+
+
+def agree_ready(problem: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any rank has a problem: its own where it has one, else that some other rank has.
+
+    So a rank that cannot go on does not leave the others waiting for it. A collective.
+    """
+    failed = torch.tensor([int(problem is not None)])
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if problem is not None:
+        raise problem
+    if failed.item():
+        raise RuntimeError(f"rank {group.rank()}: another rank cannot attach; its own error says why")
 
 
 def agree_on_outcome(

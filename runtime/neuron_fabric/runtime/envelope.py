@@ -17,9 +17,7 @@ __all__ = ["ENTRY", "HEADER", "DisagreementError", "Envelopes", "envelope_bytes"
 
 U8 = npt.NDArray[np.uint8]
 
-HEADER = np.dtype(
-    [("magic", "<u4"), ("bucket", "<u4"), ("step", "<u8"), ("layout", "<u8"), ("flags", "<u4"), ("reserved", "<u4")]
-)
+HEADER = np.dtype([("magic", "<u4"), ("bucket", "<u4"), ("step", "<u8"), ("layout", "<u8")])
 ENTRY = np.dtype([("l1", "<f8"), ("sent", "<u4"), ("zeros", "<u4")])
 _MAGIC = 0x4E465631  # "NFV1"
 
@@ -71,7 +69,7 @@ def write_envelope(
 ) -> None:
     """Write header and entries (l1, sent, zeros) to the head of ``message``."""
     size = HEADER.itemsize
-    message[:size].view(HEADER)[0] = (_MAGIC, bucket, step, layout.digest, 0, 0)
+    message[:size].view(HEADER)[0] = (_MAGIC, bucket, step, layout.digest)
     message[size : size + ENTRY.itemsize * len(entries)].view(ENTRY)[:] = entries
 
 

@@ -17,6 +17,7 @@ How a step runs, and why:
 """
 
 # No "from __future__ import annotations" here: torch compares the hook's annotations with the types themselves.
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from neuron_fabric.runtime.agreement import agree_on_outcome, check_same, describe_model
+from neuron_fabric.runtime.agreement import agree_on_outcome, agree_ready, check_same, describe_model
 from neuron_fabric.runtime.codec import (
     MAX_WORLD,
     CodecKernels,
@@ -38,6 +39,7 @@ from neuron_fabric.runtime.codec import (
     majority_table,
     packed_majority_table,
 )
+from neuron_fabric.runtime.collectives import borrow_group, give_back_group
 from neuron_fabric.runtime.fifo import Fifo
 from neuron_fabric.runtime.layout import BucketLayout, Segment, lay_out
 from neuron_fabric.runtime.plan import (
@@ -116,6 +118,32 @@ class NeuronFabricState:
         self.plan = plan
         self.group: dist.ProcessGroup = ddp.process_group
         self.rank, self.world = self.group.rank(), self.group.size()
+        problem = None
+        try:
+            self._bind(ddp, transport)
+        except Exception as error:
+            problem = error  # raised once the others know that something is wrong
+        check_same("model", describe_model(ddp.module), self.group)
+        check_same("plan and transport", [repr(plan), transport], self.group)
+        agree_ready(problem, self.group)
+        # A step's outcome is agreed only where it matters to somebody.
+        self._holds = bool(self.residuals) or (self._transport.may_fail and any(self.regions.values()))
+        self._own_group = borrow_group(self.group) if self._holds or self._transport.deferred else None
+        self._transport.attach(self.group, self._own_group)
+        self._worker = Fifo("neuron-fabric") if self._own_group is not None else None
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._held: list[_Bucket] = []
+        self._sparse: set[str] = set()
+        self._too_sparse: set[str] = set()
+        self._zero_share: dict[str, float] = {}
+        self._stopped: Exception | None = None
+        self._loss_scale = 1.0
+        self.step = 0
+        self.traffic = Traffic()
+        self.fallbacks: Counter[str] = Counter()
+
+    def _bind(self, ddp: DistributedDataParallel, transport: str) -> None:
+        """Everything that can be refused without asking the other ranks."""
         if not 1 <= self.world <= MAX_WORLD:
             raise ValueError(f"a tally counts 1 to {MAX_WORLD} workers, not {self.world}")
         parameters = bound_parameters(ddp.module)
@@ -125,34 +153,38 @@ class NeuronFabricState:
                 f"parameter {elsewhere!r} is on {parameters[elsewhere].device}: only CPU tensors are supported"
             )
         self._transport = make(transport, self.world)
-        check_same("model", describe_model(ddp.module), self.group)
-        check_same("plan and transport", [repr(plan), self._transport.name], self.group)
-        self.regions: dict[str, Region | None] = plan.bind(ddp.module)
-        self._names = {id(p): name for name, p in parameters.items()}
-        feedback = {name: r.error_feedback for name, r in self.regions.items() if r and r.error_feedback}
-        self.residuals = {name: torch.zeros(parameters[name].numel()) for name in feedback}
-        # A step's outcome is agreed only where it matters to somebody.
-        self._holds = bool(feedback) or (self._transport.may_fail and any(self.regions.values()))
-        own_group = None
-        if self._holds or self._transport.deferred:
-            own_group = dist.new_group(dist.get_process_group_ranks(self.group), backend="gloo")
-        self._own_group = own_group
-        self._transport.attach(self.group, own_group)
         self._kernels: CodecKernels = codec_backend()
-        self._worker = Fifo("neuron-fabric") if own_group is not None else None
-        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
-        self._held: list[_Bucket] = []
-        self._sparse: set[str] = set()
-        self._too_sparse: set[str] = set()
-        self._zero_share: dict[str, float] = {}
-        self.step = 0
-        self.traffic = Traffic()
-        self.fallbacks: Counter[str] = Counter()
+        self.regions: dict[str, Region | None] = self.plan.bind(ddp.module)
+        self._names = {id(p): name for name, p in parameters.items()}
+        self.residuals = {
+            name: torch.zeros(parameters[name].numel())
+            for name, region in self.regions.items()
+            if region is not None and region.error_feedback is not None
+        }
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss, and so on all gradients; set it to ``scaler.get_scale()`` before each backward.
+
+        Only error feedback needs it: what a vote left behind was left at the scale of its own step.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"loss_scale must be positive and finite, but is {scale}")
+        if scale != self._loss_scale:
+            for residual in self.residuals.values():
+                residual.mul_(scale / self._loss_scale)
+            self._loss_scale = scale
 
     # ---- hook thread -------------------------------------------------------------------------------------------
 
     def launch(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Encode a bucket and launch its collectives; the future's value is the averaged gradient."""
+        if self._stopped is not None:
+            raise RuntimeError(f"this state takes no more buckets: {self._stopped}") from self._stopped
         buffer = bucket.buffer()
         if buffer.layout is not torch.strided:
             raise RuntimeError("a bucket with sparse gradients reached the hook; build the layer with sparse=False")
@@ -160,11 +192,16 @@ class NeuronFabricState:
             self._leave_sparse()
         layout = self._layout(bucket)
         exchange = Exchange(bucket.index(), self.step, layout, [], np.zeros(layout.words, np.uint64))
-        self.traffic.count(layout, self.world, buffer.element_size(), exchange.envelope_bytes)
-        last = bucket.is_last()
-        if last:
-            self.step += 1
-            self.traffic.steps += 1
+        itemsize, last = buffer.element_size(), bucket.is_last()
+        self.traffic.add(
+            buckets=1,
+            steps=int(last),
+            elements=layout.numel,
+            ring_bytes=ring_bytes(itemsize * layout.numel, self.world),
+        )
+        if layout.fp32_runs:
+            self.traffic.add_fp32(itemsize * layout.fp32_numel, self.world)
+        self.step += last
 
         if layout.all_fp32 and not self._holds:
             return self._average(buffer).then(_first)
@@ -233,6 +270,8 @@ class NeuronFabricState:
         """Worker thread: the dependent collectives of one bucket, in bucket order."""
         self._held.append(bucket)
         try:
+            if self._stopped is not None:
+                raise self._stopped
             if bucket.signs is not None:
                 bucket.signs.wait()
                 try:
@@ -251,8 +290,10 @@ class NeuronFabricState:
             else:
                 return
         except Exception as error:
-            # Whoever waits for these buckets must get the reason instead of waiting for ever.
+            # Whoever waits for these buckets must get the reason instead of waiting for ever. And nothing more may be
+            # launched: this rank's collectives would meet those of another bucket on the other ranks.
             outcome: Any = error
+            self._stopped = error
         else:
             outcome = None
         held, self._held = self._held, []
@@ -265,17 +306,20 @@ class NeuronFabricState:
             raise RuntimeError("no process group to agree on")
         buckets = self._held
         finite = all(bucket.finite for bucket in buckets)
-        digest = int.from_bytes(self.plan.digest()[:7], "little") ^ len(self._sparse)
+        # The plan was compared when the state was made; what has changed since is who left the low-bit route.
+        leaving = hashlib.sha256("\n".join(sorted(self._sparse | self._too_sparse)).encode()).digest()
+        failures = [bucket.failure is not None for bucket in buckets]
         failed, not_finite = agree_on_outcome(
-            [b.failure is not None for b in buckets], not finite, digest, self._own_group
+            failures, not finite, int.from_bytes(leaving[:7], "little"), self._own_group
         )
+        self.traffic.add(sent_bytes=ring_bytes(8 * (3 + len(buckets)), self.world))
         for bucket, again in zip(buckets, failed, strict=True):
             if again:
                 bucket.votes = None
                 bucket.buffer.mul_(1.0 / self.world)
                 dist.all_reduce(bucket.buffer, group=self._own_group)
                 self.fallbacks["reducer_failed"] += 1
-                self.traffic.sent_bytes += ring_bytes(bucket.buffer.nbytes, self.world)
+                self.traffic.add_fp32(bucket.buffer.nbytes, self.world)
                 not_finite = not_finite or not bool(torch.isfinite(bucket.buffer).all())  # the same sum on all ranks
         for bucket, again in zip(buckets, failed, strict=True):
             if not again and bucket.votes is not None:
@@ -283,9 +327,16 @@ class NeuronFabricState:
 
     def _note(self, bucket: _Bucket) -> None:
         """Count what was sent, and which segments turned out too sparse for signs; all ranks see the same."""
-        self.traffic.sent_bytes += bucket.exchange.sent_bytes
+        exchange, layout = bucket.exchange, bucket.layout
+        self.traffic.add(
+            sent_bytes=exchange.sent_bytes, up_bits=64 * layout.words, envelope_bits=8 * exchange.envelope_bytes
+        )
         if bucket.votes is None:
             return
+        self.traffic.add(
+            low_bit_elements=sum(segment.numel for segment in layout.segments),
+            down_bits=64 * layout.words * bucket.votes.planes_back(layout),
+        )
         envelopes = bucket.votes.envelopes
         voting = envelopes.sent > 0
         zeros = np.where(voting, envelopes.zeros, 0).sum(0)
@@ -326,9 +377,13 @@ class NeuronFabricState:
                 decode(words, table, part)
 
     def close(self) -> None:
-        """Stop the worker thread, if there is one. A backward pass after this fails."""
+        """Give back the worker thread and the process group. A backward pass after this raises ``RuntimeError``."""
         if self._worker is not None:
             self._worker.close()
+        if self._own_group is not None and self._stopped is None:  # else it is out of step, and nobody may use it again
+            give_back_group(self.group, self._own_group)
+        self._own_group = None
+        self._stopped = self._stopped or RuntimeError("it was closed")
 
 
 def _table(votes: BucketVotes, index: int, segment: Segment, world: int) -> tuple[F32, np.float32]:
@@ -355,7 +410,11 @@ def attach(ddp: DistributedDataParallel, plan: Plan, transport: str = "auto") ->
     A collective: every rank must call it. Raises as :class:`NeuronFabricState` does, before anything is registered.
     """
     state = NeuronFabricState(ddp, plan, transport)
-    ddp.register_comm_hook(state, neuron_fabric_hook)
+    try:
+        ddp.register_comm_hook(state, neuron_fabric_hook)
+    except Exception:
+        state.close()
+        raise
     return state
 
 

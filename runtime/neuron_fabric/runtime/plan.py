@@ -1,18 +1,15 @@
 """Plans: which route each region of a model takes.
 
 A region is a named set of parameters, found by name patterns; a plan is an ordered list of regions. The first region
-that matches a parameter has it; what none matches goes FP32. Binding a plan to a model gives one
-:class:`Assignment` per parameter and a digest that all ranks compare.
+that matches a parameter has it; what none matches goes FP32.
 """
 
 from __future__ import annotations
 
 import enum
 import fnmatch
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -28,7 +25,8 @@ __all__ = [
     "bound_parameters",
 ]
 
-_WRAPPERS = ("module.", "_orig_mod.")
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 SPARSE_SHARE = 0.05
 """Above this share of exact zeros a segment without error feedback leaves the binary route (they would vote noise)."""
 SPARSE_MEMORY = 0.9
@@ -87,11 +85,16 @@ class Region:
     margin : int
         For ``majority``: votes with ``|S| <= margin`` decode to 0.
     unit_scale : bool
-        Decode votes to exactly +-1 instead of the segment's mean magnitude. This is signSGD with majority vote as
-        published; it needs a learning rate of its own and is here to be compared with.
+        For ``majority``: decode votes to exactly -1, 0 or +1 instead of the segment's mean magnitude. This is signSGD
+        with majority vote as published; it needs a learning rate of its own and is here to be compared with.
     error_feedback : ErrorFeedback, optional
     max_ndim : int, optional
         Match only parameters with at most this many dimensions (1: biases and norms).
+    embeddings : bool
+        Whether weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` may be in a low-bit region. Their gradients are
+        mostly zeros, which make bad votes, so they go FP32 unless asked for.
+    may_be_empty : bool
+        Whether a pattern that matches no parameter is no error.
     """
 
     name: str
@@ -102,6 +105,8 @@ class Region:
     unit_scale: bool = False
     error_feedback: ErrorFeedback | None = None
     max_ndim: int | None = None
+    embeddings: bool = False
+    may_be_empty: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.patterns, str):
@@ -115,6 +120,8 @@ class Region:
             raise ValueError(f"region {self.name!r}: margin must not be negative, but is {self.margin}")
         if self.route is Route.FP32 and (self.error_feedback or self.unit_scale or self.margin):
             raise ValueError(f"region {self.name!r}: an fp32 region has no margin, unit scale or error feedback")
+        if self.result_format is not ResultFormat.MAJORITY and (self.margin or self.unit_scale):
+            raise ValueError(f"region {self.name!r}: margin and unit scale are for majority results, not for a tally")
         if self.error_feedback is not None and self.unit_scale:
             raise ValueError(f"region {self.name!r}: error feedback needs the segment's scale, not a unit scale")
 
@@ -153,7 +160,7 @@ class Plan:
         if keep_fp32:
             regions.append(Region("kept", keep_fp32, Route.FP32))
         if one_d_fp32:
-            regions.append(Region("one_dimensional", ("*",), Route.FP32, max_ndim=1))
+            regions.append(Region("one_dimensional", ("*",), Route.FP32, max_ndim=1, may_be_empty=True))
         regions.append(Region("body", **body))  # type: ignore[arg-type]
         return cls(tuple(regions))
 
@@ -168,7 +175,7 @@ class Plan:
         """
         parameters = bound_parameters(module)
         for region in self.regions:
-            for pattern in region.patterns:
+            for pattern in () if region.may_be_empty else region.patterns:
                 if not any(region.matches(name, p.ndim, pattern) for name, p in parameters.items()):
                     limit = "" if region.max_ndim is None else f" of at most {region.max_ndim} dimension(s)"
                     raise ValueError(
@@ -176,10 +183,13 @@ class Plan:
                         f"the model has {_some(list(parameters))}"
                     )
         refuse_sparse_gradients(module)
+        embeddings = {id(layer.weight) for layer in module.modules() if isinstance(layer, _EMBEDDINGS)}
         bound: dict[str, Region | None] = {}
         for name, parameter in parameters.items():
             region_of = next((r for r in self.regions if r.matches(name, parameter.ndim)), None)
             low_bit = region_of is not None and region_of.route is not Route.FP32
+            if region_of is not None and not region_of.embeddings and id(parameter) in embeddings:
+                low_bit = False
             if low_bit and parameter.dtype != torch.float32:
                 raise ValueError(
                     f"region {region_of.name if region_of else ''!r}: parameter {name!r} is {parameter.dtype}; the "
@@ -188,26 +198,31 @@ class Plan:
             bound[name] = region_of if low_bit else None
         return bound
 
-    def digest(self) -> bytes:
-        """32 bytes that are equal iff the plans are."""
-        return hashlib.sha256(json.dumps(asdict(self), default=lambda e: e.value, sort_keys=True).encode()).digest()
-
 
 def bound_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters by name, without the prefixes that wrappers (DDP, ``torch.compile``) put before it."""
-    parameters = {}
+    """Trained parameters by the names that they have in the bare model, whatever wraps it or parts of it.
+
+    DDP and DataParallel are taken off the outside; ``torch.compile`` puts ``_orig_mod`` into names, wherever it was
+    applied. ``ValueError`` if two parameters end with one name.
+    """
+    while isinstance(module, _WRAPPERS) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, _WRAPPERS) else module._orig_mod  # type: ignore[assignment]
+    parameters: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
-        while name.startswith(_WRAPPERS):
-            name = name.partition(".")[2]
+        bare = ".".join(part for part in name.split(".") if part != "_orig_mod")
+        if bare in parameters:
+            raise ValueError(
+                f"two parameters of the model are called {bare!r} once compilation is taken off their names"
+            )
         if parameter.requires_grad:
-            parameters[name] = parameter
+            parameters[bare] = parameter
     return parameters
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
     """Raise ``ValueError`` naming the first layer whose gradients are sparse tensors."""
     for name, layer in module.named_modules():
-        if getattr(layer, "sparse", False) and isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(layer, _EMBEDDINGS) and layer.sparse and layer.weight.requires_grad:
             raise ValueError(
                 f"layer {name!r} ({type(layer).__name__}) makes sparse gradients, which no bucket can hold; build it "
                 "with sparse=False"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import rich.progress
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from neuron_fabric.runtime.train import RunResult
 
-__all__ = ["Progress", "Summary", "summarise", "write_report"]
+__all__ = ["Progress", "summarise", "write_report"]
 
 
 class Progress:
@@ -63,12 +63,6 @@ class Progress:
 def final_loss(result: RunResult) -> float:
     """Training loss, mean over the last twentieth of the steps."""
     return statistics.fmean(result.loss[-max(1, len(result.loss) // 20) :]) if result.loss else float("nan")
-
-
-class Summary(Protocol):
-    """One row of the table; see :func:`summarise`."""
-
-    def __getitem__(self, key: str) -> Any: ...
 
 
 def summarise(results: Sequence[RunResult]) -> list[dict[str, Any]]:

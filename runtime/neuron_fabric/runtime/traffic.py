@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
-from neuron_fabric.model.encoding import BINARY
-from neuron_fabric.runtime.layout import BucketLayout
-from neuron_fabric.runtime.plan import ResultFormat
+import threading
+from dataclasses import dataclass, field, fields
 
 __all__ = ["Traffic", "ring_bytes"]
 
@@ -18,21 +15,23 @@ def ring_bytes(payload: int, world: int) -> int:
 
 @dataclass
 class Traffic:
-    """Totals over a run, for one rank. All but ``buckets`` and ``steps`` are as sent or received by this rank.
+    """Totals over a run, for one rank; counted by the hook's thread and by the one that finishes buckets.
 
     Attributes
     ----------
+    steps, buckets : int
     elements : int
         Gradient elements, FP32 ones included.
     low_bit_elements : int
-        Those on a low-bit route.
+        Those that were sent on a low-bit route.
     up_bits, down_bits : int
-        Payload between a worker and an endpoint: whole lines of sign planes and result planes, and 32 bits per
-        element for what goes FP32.
+        Payload between a worker and an endpoint: whole lines of sign planes and of the result planes that really came
+        back, and 32 bits per element for what goes FP32, a bucket that had to be redone included.
     envelope_bits : int
         Headers and envelopes, in each direction.
     sent_bytes : int
-        Payload bytes that this rank really put on the wire, by the algorithms of the collectives that ran.
+        Payload bytes that this rank really put on the wire, by the algorithms of the collectives that ran, the step's
+        outcome included.
     ring_bytes : int
         What a ring all-reduce of everything in FP32 would have put there.
     """
@@ -46,22 +45,17 @@ class Traffic:
     envelope_bits: int = 0
     sent_bytes: int = 0
     ring_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def count(self, layout: BucketLayout, world: int, itemsize: int, envelope_bytes: int) -> None:
-        """Add one bucket's payload."""
-        self.buckets += 1
-        self.elements += layout.numel
-        self.ring_bytes += ring_bytes(layout.numel * itemsize, world)
-        fp32_bits = 8 * itemsize * layout.fp32_numel
-        self.up_bits += fp32_bits
-        self.down_bits += fp32_bits
-        self.sent_bytes += ring_bytes(fp32_bits // 8, world)
-        if layout.segments:
-            planes = 2 if layout.result_format is ResultFormat.MAJORITY else BINARY.tally_bits(world)
-            self.low_bit_elements += sum(segment.numel for segment in layout.segments)
-            self.up_bits += 64 * layout.words
-            self.down_bits += 64 * layout.words * planes
-            self.envelope_bits += 8 * envelope_bytes
+    def add(self, **counts: int) -> None:
+        """Add to the totals by name."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
+
+    def add_fp32(self, payload: int, world: int) -> None:
+        """Add an all-reduce of ``payload`` bytes, sent as a ring and counted as going to an endpoint and back."""
+        self.add(up_bits=8 * payload, down_bits=8 * payload, sent_bytes=ring_bytes(payload, world))
 
     def share_of_fp32(self) -> tuple[float, float]:
         """``up_bits`` and ``down_bits`` as shares of 32 bits per element."""
@@ -70,4 +64,5 @@ class Traffic:
 
     def as_dict(self) -> dict[str, int]:
         """Plain numbers by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        with self._lock:
+            return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_lock"}

@@ -12,10 +12,20 @@ import numpy.typing as npt
 import torch
 from torch.distributed import ProcessGroup
 
+from neuron_fabric.model.encoding import BINARY
 from neuron_fabric.runtime.envelope import Envelopes, envelope_bytes, write_envelope
 from neuron_fabric.runtime.layout import BucketLayout
+from neuron_fabric.runtime.plan import ResultFormat
 
-__all__ = ["BucketVotes", "Exchange", "ReducerFailedError", "Transport", "VotesKind"]
+__all__ = [
+    "BucketVotes",
+    "Exchange",
+    "ReducerFailedError",
+    "Transport",
+    "VotesKind",
+    "majority_is_sent",
+    "result_planes",
+]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -36,6 +46,20 @@ class VotesKind(enum.Enum):
     """Two planes, negative and nonzero."""
 
 
+def majority_is_sent(layout: BucketLayout, envelopes: Envelopes) -> bool:
+    """Whether a bucket's result comes as a majority.
+
+    A reducer decides a majority per chunk, where a segment's abstainers are not known; with any, the tally is sent and
+    each rank decides for itself.
+    """
+    return layout.result_format is ResultFormat.MAJORITY and not envelopes.anybody_abstains
+
+
+def result_planes(majority: bool, world: int) -> int:
+    """Planes of a bucket's result."""
+    return 2 if majority else BINARY.tally_bits(world)
+
+
 @dataclass(frozen=True)
 class BucketVotes:
     """All that is needed to decode a bucket: ``words`` is uint64 of shape (rows or planes, layout.words)."""
@@ -43,6 +67,12 @@ class BucketVotes:
     envelopes: Envelopes
     kind: VotesKind
     words: U64
+
+    def planes_back(self, layout: BucketLayout) -> int:
+        """Planes of the result that an endpoint sends for this bucket, however the votes came here."""
+        if self.kind is not VotesKind.ROWS:
+            return len(self.words)
+        return result_planes(majority_is_sent(layout, self.envelopes), len(self.words))
 
 
 @dataclass

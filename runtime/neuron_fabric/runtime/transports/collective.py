@@ -17,8 +17,16 @@ from neuron_fabric.runtime.codec import codec_backend
 from neuron_fabric.runtime.collectives import all_gather_single
 from neuron_fabric.runtime.envelope import Envelopes, read_envelopes
 from neuron_fabric.runtime.layout import WORDS_PER_LINE
-from neuron_fabric.runtime.plan import ResultFormat
-from neuron_fabric.runtime.transports.base import U64, BucketVotes, Exchange, ReducerFailedError, Transport, VotesKind
+from neuron_fabric.runtime.transports.base import (
+    U64,
+    BucketVotes,
+    Exchange,
+    ReducerFailedError,
+    Transport,
+    VotesKind,
+    majority_is_sent,
+    result_planes,
+)
 
 __all__ = ["Collective"]
 
@@ -67,9 +75,8 @@ class Collective(Transport):
         head, layout = exchange.envelope_bytes, exchange.layout
         messages = exchange.scratch["incoming"].numpy().reshape(self.world, -1)
         envelopes = read_envelopes(list(messages), layout, exchange.index, exchange.step)
-        # A reducer decides a majority per chunk, where a segment's abstainers are not known; then the tally is sent.
-        majority = layout.result_format is ResultFormat.MAJORITY and not envelopes.anybody_abstains
-        planes = 2 if majority else BINARY.tally_bits(self.world)
+        majority = majority_is_sent(layout, envelopes)
+        planes = result_planes(majority, self.world)
 
         shards = self._shards(layout.words)
         longest = max(shard.stop - shard.start for shard in shards)
@@ -82,7 +89,8 @@ class Collective(Transport):
             counts = body[: planes * width].reshape(planes, width)
             self._count(messages[:, head:].view(np.uint64), exchange, envelopes, majority, counts)
             status[0] = _OK
-        except ReducerFailedError as error:
+        except Exception as error:
+            # Whatever it is: the others are in the all-gather already, so this rank must come too and say so there.
             status[0] = _FAILED
             exchange.scratch["failure"] = error
 

@@ -11,17 +11,16 @@ import numpy as np
 import torch.distributed as dist
 
 from neuron_fabric.model.encoding import BINARY
-from neuron_fabric.model.params import LINE_BYTES, ReducerParams
+from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.reducer import JobConfig, SignCountReducer
 from neuron_fabric.model.wire import Reason
 from neuron_fabric.model.worker import BucketFailedError, GoldenWorker
 from neuron_fabric.runtime.envelope import Envelopes
-from neuron_fabric.runtime.transports.base import U64, Exchange, ReducerFailedError
+from neuron_fabric.runtime.layout import WORDS_PER_LINE
+from neuron_fabric.runtime.transports.base import U64, Exchange, ReducerFailedError, result_planes
 from neuron_fabric.runtime.transports.collective import Collective
 
 __all__ = ["Golden"]
-
-_WORDS_PER_LINE = LINE_BYTES // 8
 
 
 class Golden(Collective):
@@ -50,12 +49,12 @@ class Golden(Collective):
                 margin=key[1],
             )
             self.reducer.open(config)
-            planes = 2 if majority else BINARY.tally_bits(self.world)
+            planes = result_planes(majority, self.world)
             self._jobs[key] = [GoldenWorker(self.params, config, rank, planes) for rank in range(self.world)]
         return self._jobs[key]
 
     def _count(self, rows: U64, exchange: Exchange, envelopes: Envelopes, majority: bool, counts: U64) -> None:
-        lines = rows.shape[1] // _WORDS_PER_LINE
+        lines = rows.shape[1] // WORDS_PER_LINE
         if not lines:
             return
         workers = self._workers(majority, exchange.layout.margin)
@@ -89,12 +88,12 @@ class Golden(Collective):
     def _abstains(self, exchange: Exchange, envelopes: Envelopes, lines: int) -> list[list[bool]]:
         """Per worker and chunk of this rank's shard: whether the worker is a voter of none of its segments."""
         first = self._shards(exchange.layout.words)[self.rank].start
-        chunk_words = self.params.lines_per_chunk * _WORDS_PER_LINE
+        chunk_words = self.params.lines_per_chunk * WORDS_PER_LINE
         result = []
         for worker in range(self.world):
             votes = np.zeros(exchange.layout.words, bool)
             for index, segment in enumerate(exchange.layout.segments):
                 votes[segment.words] = envelopes.sent[worker, index] > 0
-            mine = votes[first : first + lines * _WORDS_PER_LINE]
+            mine = votes[first : first + lines * WORDS_PER_LINE]
             result.append([not mine[at : at + chunk_words].any() for at in range(0, mine.size, chunk_words)])
         return result
