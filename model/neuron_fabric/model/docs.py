@@ -1,7 +1,8 @@
-"""Fill the generated parts of the documentation: ``python -m neuron_fabric.model.docs [FOLDER]``.
+"""Write what is generated and committed: ``python -m neuron_fabric.model.docs [DOCS [GENERATED]]``.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. A test compares what is committed with what
-would be generated.
+In the pages of the folder DOCS a generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the
+folder GENERATED gets the register table for other languages. Tests compare what is committed with what would be
+generated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import re
 import sys
 from pathlib import Path
 
+from neuron_fabric.model.cxl import counter_table
+from neuron_fabric.model.cxl_map import address_table, status_table
+from neuron_fabric.model.export import write_files
 from neuron_fabric.model.registers import register_table
 from neuron_fabric.model.wire import Reason, header_table
 
@@ -21,7 +25,14 @@ def _reasons() -> str:
     return "\n".join(["| code | reason |", "|---|---|", *rows]) + "\n"
 
 
-PARTS = {"header": header_table, "reasons": _reasons, "registers": register_table}
+PARTS = {
+    "header": header_table,
+    "reasons": _reasons,
+    "registers": register_table,
+    "cxl_addresses": address_table,
+    "cxl_status": status_table,
+    "cxl_counters": counter_table,
+}
 _PART = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -37,11 +48,13 @@ def filled(text: str) -> str:
     return _PART.sub(make, text)
 
 
-def main(folder: Path) -> None:
-    """Fill every page of a folder in place."""
-    for page in sorted(folder.glob("*.md")):
+def main(docs: Path, generated: Path) -> None:
+    """Fill every page of ``docs`` in place, and write the files of ``generated``."""
+    for page in sorted(docs.glob("*.md")):
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    write_files(generated)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))
+    folders = [*sys.argv[1:], *["docs", "hw/generated"][len(sys.argv) - 1 :]]
+    main(Path(folders[0]), Path(folders[1]))

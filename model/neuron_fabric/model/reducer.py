@@ -13,12 +13,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from neuron_fabric.model import bitplane
 from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.params import ReducerParams
+from neuron_fabric.model.slot import SlotVersion
 from neuron_fabric.model.wire import (
     DESTINATION_ALL,
     HEADER_BYTES,
@@ -120,18 +118,9 @@ class Outgoing:
 
 
 @dataclass
-class _SlotVersion:
-    """State of one version of one slot."""
+class _SlotVersion(SlotVersion):
+    """A slot version with what only frames need; a seen bit stands for a plane."""
 
-    tally: bitplane.Words
-    written: npt.NDArray[np.bool_]
-    valid: bool = False
-    chunk: int = 0
-    lines: int = 0
-    seen: dict[int, int] = field(default_factory=dict)  # worker -> mask of planes
-    abstained: set[int] = field(default_factory=set)
-    voters: int = 0
-    complete: bool = False
     missing: int = 0
     partial: bool = False
     claimed_at: int = 0
@@ -148,17 +137,7 @@ class _Job:
         )
         self._check(params)
         self.all_planes = (1 << config.encoding.planes) - 1
-        words = -(-params.lanes // 64)
-        self.slots = [
-            [
-                _SlotVersion(
-                    np.zeros((params.acc_bits, params.lines_per_chunk, words), np.uint64),
-                    np.zeros(params.lines_per_chunk, bool),
-                )
-                for _version in range(2)
-            ]
-            for _slot in range(params.slots)
-        ]
+        self.slots = [[_SlotVersion.empty(params) for _version in range(2)] for _slot in range(params.slots)]
 
     def _check(self, params: ReducerParams) -> None:
         config, encoding = self.config, self.config.encoding
@@ -417,24 +396,16 @@ class SignCountReducer:
 
     def _claim(self, job: _Job, state: _SlotVersion, header: Header) -> None:
         """Rule 3: take the version over, whatever it holds."""
-        state.valid, state.chunk, state.lines = True, header.chunk, header.lines
-        state.written[:] = False
-        state.seen.clear()
-        state.abstained.clear()
+        state.claim(header.chunk, header.lines)
         state.pending.clear()
-        state.voters = state.missing = 0
-        state.complete = state.partial = False
+        state.missing, state.partial = 0, False
         state.claimed_at = self._now
 
     def _accumulate(
         self, job: _Job, state: _SlotVersion, header: Header, payload: bytes | bytearray | memoryview
     ) -> None:
         plane = bitplane.from_lines(memoryview(payload)[HEADER_BYTES:], header.lines, self.params.line_bytes)
-        tally = state.tally[:, : header.lines]
-        tally[:, ~state.written[: header.lines]] = 0  # a line's first write overwrites
-        weight = job.config.encoding.weights[header.plane]
-        bitplane.accumulate(tally, plane, job.config.encoding.shift(header.plane), weight < 0)
-        state.written[: header.lines] = True
+        state.add(0, plane, job.config.encoding, header.plane)
         self.counters["lines"] += header.lines
 
     def _complete_if(self, job: _Job, state: _SlotVersion, header: Header) -> None:
@@ -443,8 +414,7 @@ class SignCountReducer:
             self._complete(job, state, header.job)
 
     def _complete(self, job: _Job, state: _SlotVersion, number: int) -> None:
-        state.complete = True
-        state.tally[:, : state.lines][:, ~state.written[: state.lines]] = 0  # an unwritten line reads as zero
+        state.finish()
         self.counters["completed"] += 1
         if job.config.parent is not None:
             destinations: Iterable[int] = (_TO_PARENT,)
@@ -505,18 +475,11 @@ class SignCountReducer:
             return
         config = job.config
         flags = Flags.NONE
-        tally = state.tally[:, : state.lines]
         if config.result_format == "majority":
             flags |= Flags.MAJORITY
-            planes: bitplane.Words | tuple[bitplane.Words, ...] = bitplane.majority_planes(
-                tally,
-                state.voters,
-                config.margin,
-                counts_negatives=config.encoding.counts_negatives,
-                signed=config.encoding.signed,
-            )
+            planes: bitplane.Words | tuple[bitplane.Words, ...] = state.majority_planes(config.encoding, config.margin)
         else:
-            planes = tally[: job.result_planes]
+            planes = state.tally_planes(job.result_planes)
         tail = b""
         if state.partial:
             flags |= Flags.PARTIAL

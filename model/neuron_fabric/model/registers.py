@@ -1,57 +1,93 @@
 """The register table: every register of the reducer, declared once, as data.
 
 Addresses are byte offsets in an AXI4-Lite space of 32-bit registers. Counters hold their greatest value instead of
-wrapping. The golden model counts under the names in :data:`COUNTERS`.
+wrapping. The golden model counts under the names in :data:`COUNTERS`. Everything that can be written is 0 after reset.
+
+The gateware's slave, the model of it, the C header, the JSON file and the documentation page are made from this table.
 """
 
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.params import ReducerParams
-from neuron_fabric.model.wire import Reason
+from neuron_fabric.model.wire import VERSION, Reason
 
 __all__ = [
     "COUNTERS",
     "COUNTER_BASE",
+    "DEVICE_ID",
     "JOB_BASE",
+    "JOB_OPEN",
     "JOB_STRIDE",
+    "MAP_VERSION",
+    "MAXIMA",
+    "MAX_JOBS",
     "REGISTERS",
     "Access",
     "Field",
     "Register",
+    "Word",
+    "address_bits",
     "capability_values",
     "encoding_values",
     "expand",
     "register_table",
+    "words",
 ]
 
 COUNTER_BASE = 0x100
 JOB_BASE = 0x400
 JOB_STRIDE = 0x80
+MAX_JOBS = 255
+"""CAPABILITY2 gives the number of job banks one byte."""
 DEVICE_ID = 0x4E465231  # "NFR1"
+MAP_VERSION = 1
 
 
 class Access(enum.Enum):
-    """Who may write."""
+    """What software may do. A write to what is read-only is an error and has no effect."""
 
     RO = "ro"
+    """Built in: :func:`capability_values`."""
     RW = "rw"
+    """Keeps what is written; 0 after reset."""
+    COMMAND = "command"
+    """Writing a 1 does something once; reads as 0."""
     COUNTER = "counter"
     """Read-only, saturates; cleared by CONTROL.clear_counters."""
+    MAXIMUM = "maximum"
+    """Read-only, the greatest level since it was cleared, which is as for a counter."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write is answered with OKAY."""
+        return self in (Access.RW, Access.COMMAND)
 
 
 class Field(NamedTuple):
-    """Bits ``lsb .. lsb + width - 1`` of a register."""
+    """Bits ``lsb .. lsb + width - 1`` of a register, or of each of its entries."""
 
     name: str
     lsb: int
     width: int
     doc: str
+
+    @property
+    def mask(self) -> int:
+        """Its bits, in place."""
+        return (1 << self.width) - 1 << self.lsb
+
+    def place(self, value: int) -> int:
+        """``value`` at its bits; ``ValueError`` if it has more."""
+        if not 0 <= value < 1 << self.width:
+            raise ValueError(f"{self.name} is {value}, which does not fit its {self.width} bits")
+        return value << self.lsb
 
 
 @dataclass(frozen=True)
@@ -59,6 +95,10 @@ class Register:
     """One 32-bit register, or ``count`` of them ``stride`` bytes apart.
 
     ``per_job`` registers are offsets inside the bank of each job, at ``JOB_BASE + JOB_STRIDE * job_index``.
+
+    With ``entries`` the registers are an array: one entry of ``entry_bits`` bits for each of so many things as the
+    field of :class:`~neuron_fabric.model.params.ReducerParams` of that name says, and ``fields`` are those of an
+    entry. Bits of entries that a reducer hasn't read as 0.
     """
 
     name: str
@@ -66,10 +106,69 @@ class Register:
     access: Access
     doc: str
     fields: tuple[Field, ...] = ()
-    reset: int = 0
     count: int = 1
     stride: int = 4
     per_job: bool = False
+    entries: str = ""
+    entry_bits: int = 32
+
+    @property
+    def key(self) -> str:
+        """How it is called as a member of a struct: lower case, without the ``JOB_`` of its bank."""
+        return (self.name[4:] if self.per_job else self.name).lower()
+
+    @property
+    def entries_per_word(self) -> int:
+        """Entries in one register."""
+        return 32 // self.entry_bits
+
+    def pack(self, **values: int) -> int:
+        """The word (or the entry) whose fields have these values, and 0 else.
+
+        Raises
+        ------
+        ValueError
+            A value doesn't fit.
+        KeyError
+            There is no such field.
+        """
+        fields = {field.name: field for field in self.fields}
+        word = 0
+        for name, value in values.items():
+            try:
+                word |= fields[name].place(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name}.{error}") from None
+        return word
+
+
+@dataclass(frozen=True)
+class Word:
+    """A register at its address, when banks and arrays are unrolled."""
+
+    name: str
+    address: int
+    register: Register
+    bank: int
+    """Which job's; 0 for registers that are not per job."""
+    index: int
+    """Which of the ``register.count``."""
+
+    def fields(self, params: ReducerParams) -> Iterator[tuple[int, Field]]:
+        """Number of the entry (0 if it has none) and place of every field that a reducer of these sizes has."""
+        register = self.register
+        first, have = register.entries_per_word * self.index, 1
+        if register.entries:
+            have = getattr(params, register.entries) - first
+        for k in range(max(0, min(have, register.entries_per_word))):
+            for field in register.fields:
+                yield first + k, field._replace(lsb=field.lsb + register.entry_bits * k)
+
+    def writable(self, params: ReducerParams) -> int:
+        """Mask of the bits that a write has an effect on."""
+        if not self.register.access.writable:
+            return 0
+        return sum(field.mask for _entry, field in self.fields(params))
 
 
 def _word(name: str, doc: str) -> tuple[Field, ...]:
@@ -102,8 +201,16 @@ COUNTERS: tuple[tuple[str, str], ...] = (
 )
 """(name, meaning) of every counter, in the order of their addresses."""
 
+MAXIMA = frozenset({"slot_high_water"})
+"""Those that hold the maximum of a level instead of a count."""
+
+JOB_OPEN = Field("open", 0, 1, "1 while the job is open; writing 0 frees its slots")
+"""Cleared by CONTROL.reset."""
+
 REGISTERS: tuple[Register, ...] = (
-    Register("ID", 0x000, Access.RO, "constant that tells a reducer from anything else", _word("id", "0x4E465231")),
+    Register(
+        "ID", 0x000, Access.RO, "constant that tells a reducer from anything else", _word("id", f"{DEVICE_ID:#010x}")
+    ),
     Register(
         "VERSION",
         0x004,
@@ -144,12 +251,21 @@ REGISTERS: tuple[Register, ...] = (
     Register(
         "CONTROL",
         0x014,
-        Access.RW,
-        "self-clearing commands",
-        (Field("reset", 0, 1, "forget every job and slot"), Field("clear_counters", 1, 1, "set all counters to 0")),
+        Access.COMMAND,
+        "writing 1 acts once; reads as 0",
+        (
+            Field("reset", 0, 1, "close every job and forget every slot; counters stay"),
+            Field("clear_counters", 1, 1, "set all counters to 0"),
+        ),
     ),
     *(
-        Register(f"COUNT_{name.upper()}", COUNTER_BASE + 4 * index, Access.COUNTER, doc, _word("count", doc))
+        Register(
+            f"COUNT_{name.upper()}",
+            COUNTER_BASE + 4 * index,
+            Access.MAXIMUM if name in MAXIMA else Access.COUNTER,
+            doc,
+            _word("count", doc),
+        )
         for index, (name, doc) in enumerate(COUNTERS)
     ),
     Register(
@@ -157,7 +273,7 @@ REGISTERS: tuple[Register, ...] = (
         0x00,
         Access.RW,
         "opens and closes the job",
-        (Field("open", 0, 1, "1 while the job is open; writing 0 frees its slots"), Field("job", 16, 16, "number")),
+        (JOB_OPEN, Field("job", 16, 16, "number")),
         per_job=True,
     ),
     Register("JOB_EPOCH", 0x04, Access.RW, "job epoch", (Field("epoch", 0, 16, "job epoch"),), per_job=True),
@@ -174,16 +290,22 @@ REGISTERS: tuple[Register, ...] = (
         0x10,
         Access.RW,
         "bit w is set where worker w is a member, 32 workers a register",
-        _word("mask", "members"),
+        (Field("member", 0, 1, "worker 32 i + k is a member"),),
         count=2,
         per_job=True,
+        entries="workers",
+        entry_bits=1,
     ),
     Register(
         "JOB_ENCODING",
         0x18,
         Access.RW,
         "the encoding's shape",
-        (Field("planes", 0, 8, "planes"), Field("counts_negatives", 8, 1, "S = voters - 2 tally")),
+        (
+            Field("planes", 0, 8, "planes"),
+            Field("counts_negatives", 8, 1, "S = voters - 2 tally"),
+            Field("leaves", 16, 16, "most voters of one contribution: 1, or those below a child reducer"),
+        ),
         per_job=True,
     ),
     Register(
@@ -191,16 +313,11 @@ REGISTERS: tuple[Register, ...] = (
         0x20,
         Access.RW,
         "one byte per plane, four planes a register: the weight is +-2**shift",
-        tuple(
-            field
-            for k in range(4)
-            for field in (
-                Field(f"shift{k}", 8 * k, 5, f"shift of plane 4 i + {k}"),
-                Field(f"negative{k}", 8 * k + 7, 1, f"plane 4 i + {k} is subtracted"),
-            )
-        ),
+        (Field("shift", 0, 5, "shift of plane 4 i + k"), Field("negative", 7, 1, "plane 4 i + k is subtracted")),
         count=8,
         per_job=True,
+        entries="max_planes",
+        entry_bits=8,
     ),
     Register(
         "JOB_RESULT",
@@ -210,6 +327,7 @@ REGISTERS: tuple[Register, ...] = (
         (
             Field("majority", 0, 1, "0 tally, 1 majority"),
             Field("multicast", 1, 1, "one result to all, or one per member"),
+            Field("child", 2, 1, "tallies go to the parent as contributions"),
             Field("planes", 8, 8, "tally planes to send"),
             Field("margin", 16, 16, "nonzero where |S| > margin"),
         ),
@@ -219,41 +337,79 @@ REGISTERS: tuple[Register, ...] = (
         "JOB_TIMEOUT", 0x44, Access.RW, "straggler timeout, cycles; 0: off", _word("cycles", "0: off"), per_job=True
     ),
     Register("JOB_QUORUM", 0x48, Access.RW, "straggler quorum", (Field("voters", 0, 16, "at least"),), per_job=True),
+    Register(
+        "JOB_PARENT",
+        0x4C,
+        Access.RW,
+        "a child's job at its parent",
+        (Field("job", 0, 16, "number"), Field("epoch", 16, 16, "job epoch")),
+        per_job=True,
+    ),
+    Register(
+        "JOB_PARENT_WORKER",
+        0x50,
+        Access.RW,
+        "which worker a child is there",
+        (Field("worker", 0, 16, "worker"),),
+        per_job=True,
+    ),
 )
+_BY_NAME = {register.name: register for register in REGISTERS}
 
 
-def expand(jobs: int = 1) -> Iterator[tuple[str, int, Register]]:
-    """Every register's (name, absolute byte address, declaration), banks and arrays unrolled."""
+def words(jobs: int = 1) -> list[Word]:
+    """Every register at its address, banks and arrays unrolled. ``ValueError`` unless there are 1 to 255 jobs."""
+    if not 1 <= operator.index(jobs) <= MAX_JOBS:
+        raise ValueError(f"jobs must be 1 to {MAX_JOBS}, not {jobs}")
+    result = []
     for register in REGISTERS:
         for bank in range(jobs if register.per_job else 1):
             base = JOB_BASE + JOB_STRIDE * bank if register.per_job else 0
             for index in range(register.count):
                 name = f"JOB{bank}{register.name[3:]}" if register.per_job else register.name
                 suffix = str(index) if register.count > 1 else ""
-                yield name + suffix, base + register.offset + register.stride * index, register
+                address = base + register.offset + register.stride * index
+                result.append(Word(name + suffix, address, register, bank, index))
+    return result
+
+
+def expand(jobs: int = 1) -> Iterator[tuple[str, int, Register]]:
+    """(name, absolute byte address, declaration) of all :func:`words`."""
+    return ((word.name, word.address, word.register) for word in words(jobs))
+
+
+def address_bits(jobs: int = 1) -> int:
+    """Address bits that a slave with so many job banks decodes."""
+    return (JOB_BASE + JOB_STRIDE * jobs - 1).bit_length()
 
 
 def capability_values(params: ReducerParams, jobs: int = 1) -> dict[str, int]:
-    """Reset values of the read-only registers for a reducer of these sizes."""
-    return {
-        "ID": DEVICE_ID,
-        "VERSION": 1 | 1 << 16,
-        "CAPABILITY0": params.lanes | params.lines_per_chunk << 16 | params.acc_bits << 24,
-        "CAPABILITY1": params.slots | params.workers << 20,
-        "CAPABILITY2": params.max_planes | 1 << 8 | 1 << 9 | jobs << 16,
+    """Values of the read-only registers of a reducer of these sizes. ``ValueError`` names a size that does not fit."""
+    fields = {
+        "ID": {"id": DEVICE_ID},
+        "VERSION": {"map": MAP_VERSION, "protocol": VERSION},
+        "CAPABILITY0": {"lanes": params.lanes, "lines": params.lines_per_chunk, "acc_bits": params.acc_bits},
+        "CAPABILITY1": {"slots": params.slots, "workers": params.workers},
+        "CAPABILITY2": {"max_planes": params.max_planes, "tally": 1, "majority": 1, "jobs": jobs},
     }
+    return {name: _BY_NAME[name].pack(**values) for name, values in fields.items()}
 
 
 def encoding_values(encoding: Encoding) -> dict[str, int]:
     """What a controller writes to a job's bank for an encoding: JOB_ENCODING and JOB_WEIGHTS0 to 7."""
-    values = {"JOB_ENCODING": encoding.planes | encoding.counts_negatives << 8}
-    for index in range(8):
-        word = 0
-        for k in range(4):
-            plane = 4 * index + k
-            if plane < encoding.planes:
-                word |= (encoding.shift(plane) | (encoding.weights[plane] < 0) << 7) << 8 * k
-        values[f"JOB_WEIGHTS{index}"] = word
+    weights = _BY_NAME["JOB_WEIGHTS"]
+    values = {
+        "JOB_ENCODING": _BY_NAME["JOB_ENCODING"].pack(
+            planes=encoding.planes, counts_negatives=int(encoding.counts_negatives), leaves=encoding.leaves
+        )
+    }
+    for index in range(weights.count):
+        planes = range(encoding.planes)[weights.entries_per_word * index : weights.entries_per_word * (index + 1)]
+        values[f"JOB_WEIGHTS{index}"] = sum(
+            weights.pack(shift=encoding.shift(plane), negative=int(encoding.weights[plane] < 0))
+            << weights.entry_bits * k
+            for k, plane in enumerate(planes)
+        )
     return values
 
 
@@ -264,10 +420,13 @@ def register_table() -> str:
         at = f"job + {register.offset:#05x}" if register.per_job else f"{register.offset:#05x}"
         if register.count > 1:
             at += f", {register.count} times"
-        rows.append(f"| {register.name} | {at} | {register.access.value} | | {register.doc} |")
-        if len(register.fields) > 1:
+        step = f" + {register.entry_bits} k" if register.entries else ""
+        bits = [f"{field.lsb + field.width - 1}:{field.lsb}{step}" for field in register.fields]
+        alone = f" {bits[0]}" if len(bits) == 1 else ""
+        rows.append(f"| {register.name} | {at} | {register.access.value} |{alone} | {register.doc} |")
+        if not alone:
             rows += [
-                f"| | | | {f.lsb + f.width - 1}:{f.lsb} | {f.name}: {f.doc} |".replace("|S|", "abs(S)")
-                for f in register.fields
+                f"| | | | {at} | {field.name}: {field.doc} |".replace("|S|", "abs(S)")
+                for at, field in zip(bits, register.fields, strict=True)
             ]
     return "\n".join(rows) + "\n"
