@@ -47,7 +47,7 @@ def _ports(component: Any) -> list[tuple[str, str, Value]]:
 
 
 _ZERO_WORDS = re.compile(
-    r"^    (?P<name>\S+)\[0\] = (?P<zero>\d+'h0+);\n(?:    (?P=name)\[\d+\] = (?P=zero);\n)+", re.M
+    r"^    (?P<name>\S+)\[0\] = (?P<zero>\d+'[dh]0+);\n(?:    (?P=name)\[\d+\] = (?P=zero);\n)+", re.M
 )
 
 
