@@ -1,19 +1,25 @@
-"""Gateware of the reducer, in Amaranth: the core, its AXI4-Stream wrapper and their Verilog export."""
+"""Gateware of the reducer, in Amaranth: core, AXI4-Stream wrapper, registers, UDP framing and Verilog export."""
 
 from neuron_fabric.hw.axis import AxiStreamReducer
 from neuron_fabric.hw.core import ReducerCore
+from neuron_fabric.hw.csr import AxiLiteRegisters
 from neuron_fabric.hw.lanes import PlaneAdder, PlaneSelector
 from neuron_fabric.hw.layout import EVENTS, FrameKind, ResultFormat, config_fields, make_config
+from neuron_fabric.hw.udp_rx import UdpReceiver
+from neuron_fabric.hw.udp_tx import UdpTransmitter
 from neuron_fabric.hw.verilog import export
 
 __all__ = [
     "EVENTS",
+    "AxiLiteRegisters",
     "AxiStreamReducer",
     "FrameKind",
     "PlaneAdder",
     "PlaneSelector",
     "ReducerCore",
     "ResultFormat",
+    "UdpReceiver",
+    "UdpTransmitter",
     "config_fields",
     "export",
     "make_config",
