@@ -100,16 +100,40 @@
 #define NF_COUNT_REFUSED_ABSTAIN_AFTER_VOTE 0x15cu
 /* frames refused: bad voters (counter) */
 #define NF_COUNT_REFUSED_BAD_VOTERS 0x160u
+/* Ethernet frames dropped: too short (counter) */
+#define NF_COUNT_DROPPED_TOO_SHORT 0x164u
+/* Ethernet frames dropped: not ipv4 (counter) */
+#define NF_COUNT_DROPPED_NOT_IPV4 0x168u
+/* Ethernet frames dropped: ip header (counter) */
+#define NF_COUNT_DROPPED_IP_HEADER 0x16cu
+/* Ethernet frames dropped: fragment (counter) */
+#define NF_COUNT_DROPPED_FRAGMENT 0x170u
+/* Ethernet frames dropped: ip checksum (counter) */
+#define NF_COUNT_DROPPED_IP_CHECKSUM 0x174u
+/* Ethernet frames dropped: not udp (counter) */
+#define NF_COUNT_DROPPED_NOT_UDP 0x178u
+/* Ethernet frames dropped: not ours (counter) */
+#define NF_COUNT_DROPPED_NOT_OURS 0x17cu
+/* Ethernet frames dropped: too long (counter) */
+#define NF_COUNT_DROPPED_TOO_LONG 0x180u
+/* Ethernet frames dropped: ip length (counter) */
+#define NF_COUNT_DROPPED_IP_LENGTH 0x184u
+/* Ethernet frames dropped: udp length (counter) */
+#define NF_COUNT_DROPPED_UDP_LENGTH 0x188u
+/* Ethernet frames dropped: no checksum (counter) */
+#define NF_COUNT_DROPPED_NO_CHECKSUM 0x18cu
+/* Ethernet frames dropped: udp checksum (counter) */
+#define NF_COUNT_DROPPED_UDP_CHECKSUM 0x190u
 /* cycles in which an input beat was offered and not taken (counter) */
-#define NF_COUNT_STALL_IN 0x164u
+#define NF_COUNT_STALL_IN 0x194u
 /* cycles in which an output beat was offered and not taken (counter) */
-#define NF_COUNT_STALL_OUT 0x168u
+#define NF_COUNT_STALL_OUT 0x198u
 /* cycles in which a line was accumulated (counter) */
-#define NF_COUNT_BUSY 0x16cu
+#define NF_COUNT_BUSY 0x19cu
 /* clock cycles (counter) */
-#define NF_COUNT_CYCLES 0x170u
+#define NF_COUNT_CYCLES 0x1a0u
 /* most slots that were in use at once (maximum) */
-#define NF_COUNT_SLOT_HIGH_WATER 0x174u
+#define NF_COUNT_SLOT_HIGH_WATER 0x1a4u
 
 #define NF_JOB(job) (0x400u + 0x80u * (job))
 /* opens and closes the job (rw) */

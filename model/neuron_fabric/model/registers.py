@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from neuron_fabric.model.encoding import Encoding
+from neuron_fabric.model.net import Drop
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.wire import VERSION, Reason
 
@@ -192,6 +193,10 @@ COUNTERS: tuple[tuple[str, str], ...] = (
         (f"refused_{reason.name.lower()}", f"frames refused: {reason.name.lower().replace('_', ' ')}")
         for reason in Reason
         if reason not in (Reason.NONE, Reason.STALE, Reason.NO_CAPACITY, Reason.OVERFLOW)
+    ),
+    *(
+        (f"dropped_{kind.name.lower()}", f"Ethernet frames dropped: {kind.name.lower().replace('_', ' ')}")
+        for kind in Drop
     ),
     ("stall_in", "cycles in which an input beat was offered and not taken"),
     ("stall_out", "cycles in which an output beat was offered and not taken"),
