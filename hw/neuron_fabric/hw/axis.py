@@ -56,9 +56,10 @@ class AxiStreamReducer(wiring.Component):
     results), then the payload lines, if it has any. Byte ``k`` of a beat is ``tdata[8k+7:8k]``. Frames that are not for
     this job are dropped with a strobe. Configuration ports are static while in use.
 
-    The stage in front promises whole frames. A frame of another length does no harm beyond itself: what is too much is
-    dropped; what is missing of a contribution that has begun counts as zeros; a contribution without any line is
-    dropped. Each strobes ``event_length``, as does a beat with null bytes (``tkeep``), which is else taken as it is.
+    The stage in front promises whole frames. A frame of another length does not stop the stream: what is too much is
+    dropped; what is missing of a contribution that has begun counts as zeros, which are wrong votes; a contribution
+    without any line is dropped. Each strobes ``event_length``, as does a beat with null bytes (``tkeep``), which is else
+    taken as it is.
 
     Parameters
     ----------
@@ -72,8 +73,6 @@ class AxiStreamReducer(wiring.Component):
     def __init__(self, params: ReducerParams) -> None:
         if _BLOCK_BITS % params.lanes:
             raise ValueError(f"lanes must divide {_BLOCK_BITS} for an AXI4-Stream reducer, but is {params.lanes}")
-        if params.workers >= DESTINATION_ALL or params.acc_bits > 255:
-            raise ValueError("workers or acc_bits exceed their header fields")
         self.params = params
         ports = {
             "s_axis_tdata": In(params.lanes),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from neuron_fabric.hw.verilog import TOPS, export
+from neuron_fabric.hw.verilog import TOPS, export_all
 from neuron_fabric.model.params import ReducerParams
 
 __all__ = ["main", "verilog"]
@@ -27,10 +27,9 @@ def verilog(
     """Write the reducer as Verilog, with a JSON manifest beside each file."""
     try:
         params = ReducerParams(lanes, lines_per_chunk, slots, workers, acc_bits, max_planes)
-        for name in TOPS if top is None else (top,):
-            path = export(name, params, out)
+        for path in export_all(TOPS if top is None else (top,), params, out):
             typer.echo(f"{path} ({path.stat().st_size // 1024} KiB) and {path.with_suffix('.json').name}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -20,15 +20,20 @@ in cycle 1, a tally is read in cycle 1 and written in cycle 2: for both the haza
 forwarded from a register that holds the last word written. From distance 2 on the memory is up to date. So frames of
 one line can follow each other on one slot and line in consecutive cycles.
 
-**Latency.** The result is sent while it is summed: when the buffer is free, the first line of a result is valid
+**Latency.** The result is sent while it is summed: when buffer and copier are free, the first line of a result is valid
 :attr:`ReducerCore.LATENCY` cycles after the *first* beat of the completing frame was transferred, so never later than
 that after its last. An ABSTAIN that completes a chunk has the same latency.
 
 **Two ways out.** If the result buffer is free when a frame completes its chunk, the finished lines go straight into
 it. Otherwise, and for results that are sent again, the destination is noted in the slot version's word and a copier
 reads the lines from the tally memory in cycles in which the judge stage does not read it: between frames, during frames
-that are dropped, and during first contributions, which overwrite. Every chunk has one of the latter, so the copier
-keeps up even if the input never pauses. A note is fetched in a cycle in which no frame begins.
+that are dropped, and during first contributions, which overwrite. A note is fetched in a cycle in which no frame
+begins.
+
+If the output stalls for long while the input never pauses, results stay owed: each later completion finds the copier at
+work and is owed too, and the copier has only the cycles just named. Then results are later than :attr:`LATENCY` until
+the input pauses, and with chunks of one line and an input that never pauses at all an owed result may be dropped when
+its version is claimed; the workers' retransmissions ask for it again. Frames with a header leave a cycle each.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from neuron_fabric.hw.layout import EVENTS, config_layout, contribution_layout, 
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.wire import HEADER_BYTES, HEADER_FIELDS, HEADER_OFFSET
 
-__all__ = ["TOPS", "build", "export"]
+__all__ = ["TOPS", "build", "export", "export_all"]
 
 _RENAMED = {"config": "cfg"}
 """Port names that are keywords of Verilog."""
@@ -116,14 +117,22 @@ def export(top: str, params: ReducerParams, out_dir: str | Path) -> Path:
 
     ``top`` is "core" or "axis". The folder is made if it isn't there. Gives back the path of the Verilog file.
     """
-    component = build(top, params)
+    return export_all((top,), params, out_dir)[0]
+
+
+def export_all(tops: Iterable[str], params: ReducerParams, out_dir: str | Path) -> list[Path]:
+    """:meth:`export` several tops; nothing is written unless all of them can be made."""
+    components = {top: build(top, params) for top in tops}
+    return [_write(top, component, Path(out_dir)) for top, component in components.items()]
+
+
+def _write(top: str, component: Any, folder: Path) -> Path:
     ports = {name: (value, None) for name, _direction, value in _ports(component)}  # None: an input if not driven
     text = verilog.convert(component, name=TOPS[top], ports=ports, emit_src=False, strip_internal_attrs=True)
-    sizes = ", ".join(f"{name}={value}" for name, value in asdict(params).items())
+    sizes = ", ".join(f"{name}={value}" for name, value in asdict(component.params).items())
     head = (
         f"// NEURON-Fabric {TOPS[top]}: {sizes}\n// All modules are in this file.\n// verilator lint_off DECLFILENAME\n"
     )
-    folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{TOPS[top]}.v"
     path.write_text(head + _shorten(text), encoding="utf-8")

@@ -47,6 +47,8 @@ class Encoding:
             magnitude = abs(operator.index(weight))
             if magnitude == 0 or magnitude & (magnitude - 1):
                 raise ValueError(f"encoding {self.name!r}: weight {weight} of plane {plane} is not +-2**k")
+        if self.counts_negatives and self.signed:
+            raise ValueError(f"encoding {self.name!r}: a count of negative votes cannot have a negative weight")
 
     @property
     def planes(self) -> int:
