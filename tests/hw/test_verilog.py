@@ -133,12 +133,14 @@ def test_bad_parameters_are_refused_on_the_command_line(tmp_path: Path) -> None:
     assert "slots must be a power of two up to 65536, not 3" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
 def test_nothing_is_written_unless_all_tops_can_be_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="lanes must divide 512"):
         export_all(("core", "axis"), ReducerParams(lanes=24), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):

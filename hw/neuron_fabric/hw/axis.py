@@ -58,8 +58,8 @@ class AxiStreamReducer(wiring.Component):
 
     The stage in front promises whole frames. A frame of another length does not stop the stream: what is too much is
     dropped; what is missing of a contribution that has begun counts as zeros, which are wrong votes; a contribution
-    without any line is dropped. Each strobes ``event_length``, as does a beat with null bytes (``tkeep``), which is else
-    taken as it is.
+    without any line is dropped. Each strobes ``event_length``, as does a beat with null bytes (``tkeep``), which is
+    else taken as it is.
 
     Parameters
     ----------
