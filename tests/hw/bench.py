@@ -22,6 +22,9 @@ from .reference import ALL, Frame, NaiveReducer, Result
 
 SEED = int(os.environ.get("NEURON_FABRIC_SEED", "1"))
 
+LIMIT = 20_000
+"""Cycles after which something that is waited for will not come any more."""
+
 Ready = Callable[[int], bool]
 """Whether the sink is ready in a cycle."""
 
@@ -42,6 +45,24 @@ def always(_cycle: int) -> bool:
 
 def sometimes(rng: random.Random, probability: float) -> Ready:
     return lambda _cycle: rng.random() < probability
+
+
+async def tick_until(ctx: Any, signal: Any, what: str, limit: int = LIMIT) -> None:
+    """As ``ctx.tick().until(signal)``, but not for ever."""
+    for _ in range(limit):
+        _clk, reset, done = await ctx.tick().sample(signal)
+        if done and not reset:
+            return
+    raise TimeoutError(f"{limit} cycles waiting for {what}")
+
+
+async def tick_while(ctx: Any, busy: Callable[[], bool], what: str, limit: int = LIMIT) -> None:
+    """Ticks while ``busy()``, but not for ever."""
+    for _ in range(limit):
+        if not busy():
+            return
+        await ctx.tick()
+    raise TimeoutError(f"{limit} cycles waiting for {what}")
 
 
 def pack(layout: data.StructLayout, values: dict[str, int]) -> int:
@@ -119,6 +140,7 @@ class CoreBench:
         self.trace = Trace()
         self.cycle = 0
         self.idle = 0
+        self.limit = LIMIT
 
     def line(self, rng: random.Random) -> int:
         return rng.getrandbits(self.params.lanes)
@@ -130,19 +152,20 @@ class CoreBench:
         """Send a frame; ``pause`` says in which cycles to wait before a beat."""
         layout = contribution_layout(self.params)
         port = self.core.contribution
+        what = f"contribution.ready, with a frame of worker {frame.worker} for chunk {frame.chunk}"
         for beat in beats(self.params, frame):
-            while pause is not None and pause(self.cycle):
-                await ctx.tick()
+            if pause is not None:
+                await tick_while(ctx, lambda: pause(self.cycle), "the end of a pause of the source", self.limit)
             ctx.set(Value.cast(port.payload), pack(layout, beat))
             ctx.set(port.valid, 1)
-            await ctx.tick().until(port.ready)
+            await tick_until(ctx, port.ready, what, self.limit)
             ctx.set(port.valid, 0)
 
     async def drain(self, ctx: Any, cycles: int = 60) -> None:
         """Wait until nothing has come for a while."""
         self.idle = 0
-        while self.idle < cycles:
-            await ctx.tick()
+        what = f"{cycles} cycles without result.valid"
+        await tick_while(ctx, lambda: self.idle < cycles, what, self.limit)
 
     def run(self, main: Callable[[Any], Any], ready: Ready = always) -> Trace:
         """Run ``main(ctx)`` with a recorder and a sink beside it."""

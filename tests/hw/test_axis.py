@@ -16,7 +16,7 @@ from neuron_fabric.hw.layout import EVENTS
 from neuron_fabric.model import BINARY, TERNARY, Encoding, Flags, FrameType, Header, ReducerParams
 from neuron_fabric.model.wire import HEADER_BYTES, HEADER_OFFSET
 
-from .bench import Ready, always, seeded, sometimes
+from .bench import LIMIT, Ready, always, seeded, sometimes, tick_until, tick_while
 from .reference import ALL, Frame, NaiveReducer, Result
 
 JOB, EPOCH = 0x1234, 0xA5C3
@@ -48,6 +48,7 @@ class AxisBench:
         self.valid_since: list[int] = []
         self.cycle = 0
         self.idle = 0
+        self.limit = LIMIT
 
     def header(self, frame: Frame) -> Header:
         kind = FrameType.ABSTAIN if frame.abstain else FrameType.CONTRIBUTE
@@ -76,18 +77,17 @@ class AxisBench:
         async def drive(ctx: Any) -> None:
             for name, value in self.config.items():
                 ctx.set(getattr(dut, f"cfg_{name}"), value)
-            for tdata, tlast in beats:
-                while pause is not None and pause(self.cycle):
-                    await ctx.tick()
+            for index, (tdata, tlast) in enumerate(beats):
+                if pause is not None:
+                    await tick_while(ctx, lambda: pause(self.cycle), "the end of a pause of the source", self.limit)
                 ctx.set(dut.s_axis_tdata, tdata)
                 ctx.set(dut.s_axis_tlast, tlast)
                 ctx.set(dut.s_axis_tkeep, full >> 1 if null_bytes and tlast else full)
                 ctx.set(dut.s_axis_tvalid, 1)
-                await ctx.tick().until(dut.s_axis_tready)
+                await tick_until(ctx, dut.s_axis_tready, f"s_axis_tready, with beat {index}", self.limit)
                 ctx.set(dut.s_axis_tvalid, 0)
             self.idle = 0
-            while self.idle < 80:
-                await ctx.tick()
+            await tick_while(ctx, lambda: self.idle < 80, "80 cycles without m_axis_tvalid", self.limit)
 
         async def record(ctx: Any) -> None:
             packet = b""

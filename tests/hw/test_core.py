@@ -13,7 +13,7 @@ from neuron_fabric.hw import ReducerCore
 from neuron_fabric.hw.layout import contribution_layout, result_layout
 from neuron_fabric.model import BINARY, TERNARY, Encoding, ReducerParams, int_encoding, tally_encoding
 
-from .bench import CoreBench, always, beats, pack, seeded, sometimes, unpack
+from .bench import CoreBench, always, beats, pack, seeded, sometimes, tick_until, unpack
 from .reference import ALL, Frame, NaiveReducer, Result
 
 SMALL = ReducerParams(lanes=16, lines_per_chunk=4, slots=2, workers=3, acc_bits=4, max_planes=2)
@@ -301,6 +301,67 @@ def test_a_duplicate_adds_nothing_to_a_result_owed_to_everybody() -> None:
         assert [(result.destination, result.chunk) for result in came] == [(ALL, 0), (ALL, 1), (ALL, 2)]
 
 
+@pytest.mark.parametrize("gap", [0, 20])
+@pytest.mark.parametrize("silent", [False, True], ids=["contribute", "abstain"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 0, 2, 1)], ids=str)
+def test_everybody_who_asks_again_gets_an_answer(order: tuple[int, ...], silent: bool, gap: int) -> None:
+    """Also if the result has long gone to all and there is no room for another one: then it is noted who asked."""
+    with seeded(order, silent, gap) as rng:
+        bench = CoreBench(SMALL, BINARY, 3)
+        first, *others = ([bench.frame(rng, worker, chunk, 3) for worker in range(3)] for chunk in range(3))
+        again = [Frame(worker, 0, 3, abstain=True) if silent else first[worker] for worker in order]
+        due = [bench.model.receive(frame) for frames in (first, *others, again) for frame in frames]
+        is_open = True
+
+        async def main(ctx: Any) -> None:
+            nonlocal is_open
+            for frame in first:
+                await bench.put(ctx, frame)
+            await bench.drain(ctx)
+            assert [result.destination for result in bench.trace.results()] == [ALL]
+            is_open = False
+            before = len(bench.trace.came)
+            for frame in (frame for frames in others for frame in frames):  # two results fill the buffer
+                await bench.put(ctx, frame)
+            await ctx.tick().repeat(20)
+            for frame in again:
+                await bench.put(ctx, frame)
+                if gap:
+                    await ctx.tick().repeat(gap)
+            await ctx.tick().repeat(20)
+            assert len(bench.trace.came) == before
+            is_open = True
+            await bench.drain(ctx)
+
+        came = bench.run(main, ready=lambda _cycle: is_open).results()
+        assert [(result.destination, result.chunk) for result in came[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
+        # Two requests of the same worker are answered by one.
+        assert sorted(result.destination for result in came[3:]) == sorted(set(order))
+        assert set(came) == {result for result in due if result is not None}
+        bench.check_events()
+
+
+def test_waits_have_a_limit() -> None:
+    """What never comes fails a test and doesn't hang it."""
+    with seeded() as rng:
+        bench = CoreBench(SMALL, BINARY, 1)
+        bench.limit = 100
+        frame = bench.frame(rng, 0, 0, 4)
+        with pytest.raises(TimeoutError, match=r"100 cycles waiting for \d+ cycles without result\.valid"):
+            bench.play([frame], ready=lambda _cycle: False)
+        bench = CoreBench(SMALL, BINARY, 1)
+        bench.limit = 100
+        with pytest.raises(TimeoutError, match="100 cycles waiting for the end of a pause of the source"):
+            bench.play([frame], pause=always)
+
+        async def wait(ctx: Any) -> None:
+            await tick_until(ctx, bench.core.result.valid, "result.valid", 50)
+
+        bench = CoreBench(SMALL, BINARY, 1)
+        with pytest.raises(TimeoutError, match=r"50 cycles waiting for result\.valid"):
+            bench.run(wait)
+
+
 def test_claim_waits_for_the_copy_only() -> None:
     """A claim of a version whose result is being copied waits at most K cycles, and not for the sink."""
     params = ReducerParams(lanes=8, lines_per_chunk=16, slots=1, workers=2, acc_bits=3, max_planes=1)
@@ -332,7 +393,7 @@ def test_reset_in_the_middle_of_a_frame() -> None:
                 for beat in beats(SMALL, frame)[:count]:
                     ctx.set(core.contribution.payload.as_value(), pack(layout, beat))
                     ctx.set(core.contribution.valid, 1)
-                    await ctx.tick().until(core.contribution.ready)
+                    await tick_until(ctx, core.contribution.ready, "contribution.ready")
                 ctx.set(core.contribution.valid, 0)
 
             for cut in (1, 2, 3, 4):
@@ -347,7 +408,7 @@ def test_reset_in_the_middle_of_a_frame() -> None:
                     for beat in beats(SMALL, broken)[cut:]:
                         ctx.set(core.contribution.payload.as_value(), pack(layout, beat))
                         ctx.set(core.contribution.valid, 1)
-                        await ctx.tick().until(core.contribution.ready)
+                        await tick_until(ctx, core.contribution.ready, "contribution.ready")
                     ctx.set(core.contribution.valid, 0)
                     got.clear()
                     for worker in range(2):

@@ -30,7 +30,7 @@ from neuron_fabric.model.net import (
 )
 from neuron_fabric.model.wire import HEADER_BYTES
 
-from .bench import Ready, always, seeded, sometimes, unpack
+from .bench import Ready, always, seeded, sometimes, tick_until, unpack
 
 ME = Endpoint.of("02:00:00:12:34:56", "10.1.2.3", 20045)
 GROUP = Endpoint.multicast("239.1.2.3", 20046)
@@ -182,7 +182,7 @@ class ReceiverBench:
             ctx.set(dut.s_axis_tkeep, (1 << len(part)) - 1)
             ctx.set(dut.s_axis_tlast, at + LINE >= len(frame))
             ctx.set(dut.s_axis_tvalid, 1)
-            await ctx.tick().until(dut.s_axis_tready)
+            await tick_until(ctx, dut.s_axis_tready, "s_axis_tready")
             ctx.set(dut.s_axis_tvalid, 0)
 
     def play(self, frames: Iterable[bytes], ready: Ready = always, pause: Ready = never) -> None:
@@ -510,7 +510,7 @@ class TransmitterBench:
                 await ctx.tick()
             ctx.set(Value.cast(port.payload), beat)
             ctx.set(port.valid, 1)
-            await ctx.tick().until(port.ready)
+            await tick_until(ctx, port.ready, "datagram.ready")
             ctx.set(port.valid, 0)
 
     def play(self, datagrams: Iterable[tuple[Endpoint, bytes]], ready: Ready = always, pause: Ready = never) -> None:
@@ -643,7 +643,7 @@ def test_what_is_sent_is_received() -> None:
             for beat in sent_beats([(GROUP, payload) for payload in sent], rng):
                 ctx.set(Value.cast(loop.sent.payload), beat)
                 ctx.set(loop.sent.valid, 1)
-                await ctx.tick().until(loop.sent.ready)
+                await tick_until(ctx, loop.sent.ready, "sent.ready")
                 ctx.set(loop.sent.valid, 0)
 
         bench.sink(loop.received.ready, sometimes(rng, 0.6))

@@ -108,6 +108,37 @@ def test_random_frames_leave_nothing_out() -> None:
     assert {form for _, form in kinds} == {"tally", "majority"}
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(("lanes", "lines"), [(256, 1), (256, 3), (64, 255), (256, 255), (512, 255), (8, 2)])
+def test_corner_sizes(name: str, lanes: int, lines: int) -> None:
+    """A header with no beat to cut behind, and as many lines as a byte can count: scenarios are made and judged."""
+    params = ReducerParams(lanes=lanes, lines_per_chunk=lines, slots=1, workers=2, acc_bits=3, max_planes=2)
+    options = {"one_slot": {"chunks": 6}, "short_frames": {"chunks": 6}, "full_rate": {"chunks": 3}}
+    options["random"] = {"chunks": 8}
+    for seed in range(6):
+        made = scenario(name, params, seed, **options.get(name, {}))
+        assert made.frames
+        replay(made)
+
+
+@pytest.mark.parametrize("lines", [1, 4, 255])
+def test_bad_line_counts(lines: int) -> None:
+    """No line at all is refused for that reason, as too many lines are; with 255 there is no count too great."""
+    params = ReducerParams(lanes=64, lines_per_chunk=lines, slots=1, workers=2, acc_bits=3, max_planes=2)
+    seen = set()
+    for seed in range(8):
+        made = scenario("bad_frames", params, seed)
+        for frame, reaction in zip(made.frames, replay(made), strict=True):
+            if frame.note == "bad lines" and reaction.reason is Reason.BAD_LINES:
+                header = Header.unpack(frame.payload)
+                body = 0 if header.type is FrameType.ABSTAIN else header.lines * params.line_bytes
+                assert len(frame.payload) == HEADER_BYTES + body
+                seen.add(header.lines)
+    assert 0 in seen
+    assert all(count == 0 or count > lines for count in seen)
+    assert lines == 255 or len(seen) > 1
+
+
 def test_wrap_around_wraps() -> None:
     made = scenario("wrap_around", SMALL, 0)
     chunks = [Header.unpack(frame.payload).chunk for frame in made.frames]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.rtl, pytest.mark.timeout(600)]  # whoever comes first 
 FULL = ReducerParams(lanes=512, lines_per_chunk=16, slots=8, workers=16, acc_bits=6, max_planes=4)
 
 SEED = int(os.environ.get("NEURON_FABRIC_SEED", "1"))
-SEEDS = int(os.environ.get("NEURON_FABRIC_SEEDS", "24")) // 3
+SEEDS = max(1, int(os.environ.get("NEURON_FABRIC_SEEDS", "24")) // 3)
 
 BENCH = {
     "blocked_output": {"source": "always", "sink": "last"},

@@ -10,7 +10,10 @@ from neuron_fabric.sim.simulators import project_root
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the tests marked ``rtl``; ``-k``, ``-x``, ``--seeds 100`` and so on as for pytest."""
+    """Run the tests marked ``rtl``; ``-k``, ``-x`` and so on as for pytest.
+
+    The environment variable ``NEURON_FABRIC_SEEDS`` says how many seeds, ``NEURON_FABRIC_SEED`` which is the first.
+    """
     tests = project_root() / "tests" / "sim"
     if not tests.is_dir():
         print(f"neuron_fabric.sim: no tests at {tests}; run this in a checkout of NEURON-Fabric", file=sys.stderr)

@@ -244,7 +244,8 @@ class Traffic:
             case "planes":
                 changed = {"planes": other(planes, 8)}
             case "lines":
-                lines = rng.randrange(params.lines_per_chunk + 1, 256)
+                # None, and where a byte can say it too many. None is as often drawn as all others together.
+                lines = rng.choice([0, rng.choice([0, *range(params.lines_per_chunk + 1, 256)])])
                 body, changed = rng.randbytes(lines * line_bytes), {"lines": lines}
             case "voters":
                 changed = {"voters": rng.choice([0, job.encoding.leaves + 1, 0xFFFF])}
@@ -260,7 +261,8 @@ class Traffic:
         """``payload`` with too many beats or too few."""
         line_bytes = self.params.line_bytes
         lines = (len(payload) - HEADER_BYTES) // line_bytes
-        inside = HEADER_OFFSET + HEADER_BYTES
+        # Cut between two beats of the header, of which the first one has more than what is before the header.
+        cuts = range(HEADER_OFFSET // line_bytes + 1, (HEADER_OFFSET + HEADER_BYTES) // line_bytes)
         match self.rng.randrange(4):
             case 0 if lines > 1 and not self.guarded:
                 kept = self.rng.randrange(1, lines)
@@ -268,8 +270,8 @@ class Traffic:
                 return Frame(short, "too few beats", short + bytes(len(payload) - len(short)), "length")
             case 1 if lines:
                 return Frame(payload[:HEADER_BYTES], "no beats", b"", "length")
-            case 2 if inside > line_bytes:
-                beats = self.rng.randrange(HEADER_OFFSET // line_bytes + 1, inside // line_bytes)
+            case 2 if cuts:
+                beats = self.rng.choice(cuts)
                 return Frame(payload[: beats * line_bytes - HEADER_OFFSET], "cut in the header", b"", "length")
             case _:
                 extra = self.rng.randbytes(self.rng.randint(1, 3) * line_bytes)
