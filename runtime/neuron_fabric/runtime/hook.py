@@ -45,7 +45,6 @@ from neuron_fabric.runtime.layout import BucketLayout, Segment, lay_out
 from neuron_fabric.runtime.plan import (
     SPARSE_MEMORY,
     SPARSE_SHARE,
-    ErrorFeedback,
     Plan,
     Region,
     ResultFormat,
@@ -365,9 +364,10 @@ class NeuronFabricState:
             part, words = gradient[segment.elements], votes.words[:, segment.words]
             decode: Callable[..., None]
             rows = votes.kind is VotesKind.ROWS
-            if commit and segment.name in self.residuals and bucket.exchange.entries[index][1]:
+            feedback = segment.region.error_feedback
+            voted = bucket.exchange.entries[index][1] > 0  # whoever abstains keeps its residual
+            if commit and voted and feedback is not None:
                 decode = self._kernels.commit_and_decode_rows if rows else self._kernels.commit_and_decode_planes
-                feedback = segment.region.error_feedback or ErrorFeedback()
                 clip = np.float32(np.inf if feedback.clip is None else feedback.clip)
                 residual = self.residuals[segment.name].numpy()
                 own = bucket.exchange.own[segment.words]

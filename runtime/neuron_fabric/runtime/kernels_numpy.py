@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from neuron_fabric.model import codec
 from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.runtime.codec import words_for
 
 __all__ = [
     "NAME",
@@ -60,7 +61,7 @@ def count_planes(rows: U64, planes: U64) -> None:
 def pack_majority(planes: U64, voters: int, margin: int, n: int, packed: U64) -> None:
     """Negative and nonzero planes of a tally."""
     _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
-    _check(planes.shape[1] == -(-n // 64), "planes do not fit n")
+    _check(planes.shape[1] == words_for(n), "planes do not fit n")
     _check(packed.shape == (2, planes.shape[1]), "packed must be two planes of the tally's length")
     _check(margin >= 0, "margin is negative")
     vote = codec.majority(codec.vote_sum(_index(planes, n), voters, BINARY), margin)
@@ -71,7 +72,7 @@ def pack_majority(planes: U64, voters: int, margin: int, n: int, packed: U64) ->
 def decode_rows(rows: U64, table: F32, out: F32) -> None:
     """Look up the count of each element's bits."""
     _check(1 <= rows.shape[0] <= 64, "rows must be 1 to 64 workers")
-    _check(rows.shape[1] == -(-out.size // 64), "rows do not fit out")
+    _check(rows.shape[1] == words_for(out.size), "rows do not fit out")
     planes = np.empty((rows.shape[0].bit_length(), rows.shape[1]), np.uint64)
     count_planes(rows, planes)
     decode_planes(planes, table, out)
@@ -81,7 +82,7 @@ def decode_planes(planes: U64, table: F32, out: F32) -> None:
     """Look up the index that each element's bits spell."""
     _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
     _check(table.size == 1 << planes.shape[0], "table must have 2 ** planes entries")
-    _check(planes.shape[1] == -(-out.size // 64), "planes do not fit out")
+    _check(planes.shape[1] == words_for(out.size), "planes do not fit out")
     np.take(table, _index(planes, out.size), out=out)
 
 
@@ -91,7 +92,7 @@ def commit_residual(
 ) -> None:
     """Error feedback of one segment, in place."""
     _check(residual.size == gradient.size, "residual and gradient differ in size")
-    _check(own.size == -(-gradient.size // 64), "own does not fit the gradient")
+    _check(own.size == words_for(gradient.size), "own does not fit the gradient")
     sent = 1 - 2 * _bits(own, gradient.size).astype(np.int8)
     bound = None if np.isposinf(clip) else float(clip)
     residual[:] = codec.residual_after(gradient + residual, sent, scale, clip=bound, decay=float(decay))
@@ -133,7 +134,7 @@ def commit_and_decode_planes(
 
 @_quiet
 def _encode(gradient: F32, residual: F32 | None, parity: int, words: U64) -> tuple[float, int]:
-    _check(words.size == -(-gradient.size // 64), "words do not fit the gradient")
+    _check(words.size == words_for(gradient.size), "words do not fit the gradient")
     encoded = codec.encode_binary(gradient, residual, parity=parity)
     _store(encoded.planes[0], words)
     return encoded.l1, encoded.zeros

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from neuron_fabric.model.params import LINE_BYTES
 from neuron_fabric.runtime.codec import words_for
 from neuron_fabric.runtime.plan import Region, ResultFormat
 
 __all__ = ["WORDS_PER_LINE", "BucketLayout", "Segment", "lay_out"]
 
-WORDS_PER_LINE = 8
+WORDS_PER_LINE = LINE_BYTES // 8
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,6 @@ class BucketLayout:
     result_format: ResultFormat
     margin: int
     digest: int
-
-    @property
-    def lines(self) -> int:
-        """64-byte lines of one sign plane."""
-        return self.words // WORDS_PER_LINE
 
     @property
     def fp32_numel(self) -> int:

@@ -187,15 +187,19 @@ class Plan:
         bound: dict[str, Region | None] = {}
         for name, parameter in parameters.items():
             region_of = next((r for r in self.regions if r.matches(name, parameter.ndim)), None)
-            low_bit = region_of is not None and region_of.route is not Route.FP32
-            if region_of is not None and not region_of.embeddings and id(parameter) in embeddings:
-                low_bit = False
-            if low_bit and parameter.dtype != torch.float32:
+            if (
+                region_of is None
+                or region_of.route is Route.FP32
+                or (id(parameter) in embeddings and not region_of.embeddings)
+            ):
+                bound[name] = None
+            elif parameter.dtype != torch.float32:
                 raise ValueError(
-                    f"region {region_of.name if region_of else ''!r}: parameter {name!r} is {parameter.dtype}; the "
-                    "low-bit route takes torch.float32: give it an fp32 region, which keeps its own dtype"
+                    f"region {region_of.name!r}: parameter {name!r} is {parameter.dtype}; the low-bit route takes "
+                    "torch.float32: give it an fp32 region, which keeps its own dtype"
                 )
-            bound[name] = region_of if low_bit else None
+            else:
+                bound[name] = region_of
         return bound
 
 

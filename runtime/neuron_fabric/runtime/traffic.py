@@ -57,11 +57,6 @@ class Traffic:
         """Add an all-reduce of ``payload`` bytes, sent as a ring and counted as going to an endpoint and back."""
         self.add(up_bits=8 * payload, down_bits=8 * payload, sent_bytes=ring_bytes(payload, world))
 
-    def share_of_fp32(self) -> tuple[float, float]:
-        """``up_bits`` and ``down_bits`` as shares of 32 bits per element."""
-        fp32 = 32 * max(self.elements, 1)
-        return self.up_bits / fp32, self.down_bits / fp32
-
     def as_dict(self) -> dict[str, int]:
         """Plain numbers by name."""
         with self._lock:
