@@ -50,6 +50,70 @@
 #define NF_CONTROL_RESET_MASK 0x00000001u
 #define NF_CONTROL_CLEAR_COUNTERS_SHIFT 1
 #define NF_CONTROL_CLEAR_COUNTERS_MASK 0x00000002u
+/* this endpoint: MAC address, low 32 bits (rw) */
+#define NF_LOCAL_MAC_LO 0x020u
+/* this endpoint: MAC address, high 16 bits; the first on the wire is the highest (rw) */
+#define NF_LOCAL_MAC_HI 0x024u
+#define NF_LOCAL_MAC_HI_MAC_SHIFT 0
+#define NF_LOCAL_MAC_HI_MAC_MASK 0x0000ffffu
+/* this endpoint: IPv4 address (rw) */
+#define NF_LOCAL_IP 0x028u
+/* this endpoint: UDP port (rw) */
+#define NF_LOCAL_PORT 0x02cu
+#define NF_LOCAL_PORT_PORT_SHIFT 0
+#define NF_LOCAL_PORT_PORT_MASK 0x0000ffffu
+/* group to which results for all are sent: MAC address, low 32 bits (rw) */
+#define NF_GROUP_MAC_LO 0x030u
+/* group to which results for all are sent: MAC address, high 16 bits; the first on the wire is the highest (rw) */
+#define NF_GROUP_MAC_HI 0x034u
+#define NF_GROUP_MAC_HI_MAC_SHIFT 0
+#define NF_GROUP_MAC_HI_MAC_MASK 0x0000ffffu
+/* group to which results for all are sent: IPv4 address (rw) */
+#define NF_GROUP_IP 0x038u
+/* group to which results for all are sent: UDP port (rw) */
+#define NF_GROUP_PORT 0x03cu
+#define NF_GROUP_PORT_PORT_SHIFT 0
+#define NF_GROUP_PORT_PORT_MASK 0x0000ffffu
+#define NF_GROUP_PORT_ENABLE_SHIFT 16
+#define NF_GROUP_PORT_ENABLE_MASK 0x00010000u
+/* group whose frames are taken, too: MAC address, low 32 bits (rw) */
+#define NF_LISTEN_MAC_LO 0x040u
+/* group whose frames are taken, too: MAC address, high 16 bits; the first on the wire is the highest (rw) */
+#define NF_LISTEN_MAC_HI 0x044u
+#define NF_LISTEN_MAC_HI_MAC_SHIFT 0
+#define NF_LISTEN_MAC_HI_MAC_MASK 0x0000ffffu
+/* group whose frames are taken, too: IPv4 address (rw) */
+#define NF_LISTEN_IP 0x048u
+/* group whose frames are taken, too: UDP port (rw) */
+#define NF_LISTEN_PORT 0x04cu
+#define NF_LISTEN_PORT_PORT_SHIFT 0
+#define NF_LISTEN_PORT_PORT_MASK 0x0000ffffu
+#define NF_LISTEN_PORT_ENABLE_SHIFT 16
+#define NF_LISTEN_PORT_ENABLE_MASK 0x00010000u
+/* next entry of the address table: MAC address, low 32 bits (rw) */
+#define NF_ENTRY_MAC_LO 0x050u
+/* next entry of the address table: MAC address, high 16 bits; the first on the wire is the highest (rw) */
+#define NF_ENTRY_MAC_HI 0x054u
+#define NF_ENTRY_MAC_HI_MAC_SHIFT 0
+#define NF_ENTRY_MAC_HI_MAC_MASK 0x0000ffffu
+/* next entry of the address table: IPv4 address (rw) */
+#define NF_ENTRY_IP 0x058u
+/* next entry of the address table: UDP port (rw) */
+#define NF_ENTRY_PORT 0x05cu
+#define NF_ENTRY_PORT_PORT_SHIFT 0
+#define NF_ENTRY_PORT_PORT_MASK 0x0000ffffu
+/* whose address that is (rw) */
+#define NF_ENTRY_SELECT 0x060u
+#define NF_ENTRY_SELECT_WORKER_SHIFT 0
+#define NF_ENTRY_SELECT_WORKER_MASK 0x0000ffffu
+#define NF_ENTRY_SELECT_BANK_SHIFT 16
+#define NF_ENTRY_SELECT_BANK_MASK 0x00ff0000u
+#define NF_ENTRY_SELECT_PARENT_SHIFT 24
+#define NF_ENTRY_SELECT_PARENT_MASK 0x01000000u
+/* writing 1 stores the entry; one that this reducer hasn't is ignored (command) */
+#define NF_ENTRY_WRITE 0x064u
+#define NF_ENTRY_WRITE_WRITE_SHIFT 0
+#define NF_ENTRY_WRITE_WRITE_MASK 0x00000001u
 /* frames received (counter) */
 #define NF_COUNT_FRAMES 0x100u
 /* payload lines added to a tally (counter) */
@@ -132,8 +196,20 @@
 #define NF_COUNT_BUSY 0x19cu
 /* clock cycles (counter) */
 #define NF_COUNT_CYCLES 0x1a0u
-/* most slots that were in use at once (maximum) */
+/* most slot versions that held an incomplete chunk at once (maximum) */
 #define NF_COUNT_SLOT_HIGH_WATER 0x1a4u
+/* CXL: writes to the identity window (counter) */
+#define NF_COUNT_IDENTITY_WRITES 0x1a8u
+/* CXL: abstentions taken (counter) */
+#define NF_COUNT_ABSTENTIONS 0x1acu
+/* CXL: contributions of less than a line (counter) */
+#define NF_COUNT_REFUSED_PARTIAL_WRITE 0x1b0u
+/* CXL: writes to results, status or where there is nothing (counter) */
+#define NF_COUNT_REFUSED_READ_ONLY 0x1b4u
+/* CXL: reads (counter) */
+#define NF_COUNT_READS 0x1b8u
+/* CXL: reads answered with poison (counter) */
+#define NF_COUNT_POISONED 0x1bcu
 
 #define NF_JOB(job) (0x400u + 0x80u * (job))
 /* opens and closes the job (rw) */
@@ -198,6 +274,12 @@
 #define NF_JOB_PARENT_WORKER 0x050u
 #define NF_JOB_PARENT_WORKER_WORKER_SHIFT 0
 #define NF_JOB_PARENT_WORKER_WORKER_MASK 0x0000ffffu
+/* CXL: lines of a chunk (rw) */
+#define NF_JOB_LINES 0x054u
+#define NF_JOB_LINES_LINES_SHIFT 0
+#define NF_JOB_LINES_LINES_MASK 0x000000ffu
+/* CXL: the chunk number with which hosts begin (rw) */
+#define NF_JOB_FIRST_CHUNK 0x058u
 
 /* reason codes of a NACK or a refused GRANT */
 #define NF_REASON_NONE 0

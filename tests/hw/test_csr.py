@@ -6,7 +6,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +16,17 @@ from amaranth.hdl import Value
 from amaranth.lib import data
 from amaranth.sim import Simulator
 
-from neuron_fabric.hw.csr import AxiLiteRegisters, EventCounters, count_layout, job_layout
-from neuron_fabric.model import TERNARY, ReducerParams
+from neuron_fabric.hw.csr import AxiLiteRegisters, EventCounters, count_layout, job_layout, shared_layout
+from neuron_fabric.model import TERNARY, JobConfig, Parent, ReducerParams
+from neuron_fabric.model.net import Endpoint
+from neuron_fabric.model.programming import open_job, set_addresses
 from neuron_fabric.model.registerfile import COUNTER_MAX, RegisterFile, Response
 from neuron_fabric.model.registers import (
     COUNTERS,
     MAXIMA,
     Access,
+    Field,
+    Word,
     address_bits,
     capability_values,
     encoding_values,
@@ -37,6 +41,9 @@ AT = {word.name: word.address for word in words(8)}
 
 Events = Callable[[int], dict[str, int]]
 """What is counted in a cycle."""
+
+Hold = Callable[[int], bool]
+"""Whether no write may be executed in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Traffic:
     ar: float = 1
     r: float = 1
     events: Events = lambda _cycle: {}
+    hold: Hold = lambda _cycle: False
     cut: int | None = None
     """Reset after so many cycles, whatever is under way."""
     patient: bool = False
@@ -70,8 +78,8 @@ class Bench:
     def __init__(
         self, params: ReducerParams = PARAMS, jobs: int = 1, widths: dict[str, int] | None = None, seed: int = 0
     ) -> None:
-        self.params, self.jobs = params, jobs
-        self.dut = AxiLiteRegisters(params, jobs, widths)
+        self.params, self.jobs = replace(params, jobs=jobs), jobs
+        self.dut = AxiLiteRegisters(self.params, widths)
         self.counts = count_layout(params, widths)
         self.rng = random.Random(seed)
         self.b_at: list[int] = []  # cycles since the last reset: response valid
@@ -84,6 +92,8 @@ class Bench:
         self.pulses: Counter[str] = Counter()
         self.final: Any = None
         """The job structs at the end."""
+        self.shared: Any = None
+        """The other registers at the end."""
 
     def run(self, *traffics: Traffic, limit: int = 40_000) -> None:
         rst = Signal()
@@ -109,7 +119,8 @@ class Bench:
         for log in (self.b_at, self.r_at, self.aw_at, self.w_at, self.ar_at, self.read, self.responses):
             log.clear()
         watched = ["awready", "wready", "arready", "bvalid", "bresp", "rvalid", "rdata", "rresp"]
-        others = [Value.cast(dut.jobs), dut.opened, dut.closed, dut.control_reset, dut.control_clear]
+        others = [Value.cast(dut.jobs), Value.cast(dut.shared), dut.opened, dut.closed]
+        others += [dut.control_reset, dut.control_clear, dut.entry_write]
         sent = {"aw": 0, "w": 0, "ar": 0}
         offered = dict.fromkeys(sent, False)
         replay = Replay(self, traffic)
@@ -133,10 +144,12 @@ class Bench:
                 ctx.set(port[f"{channel}ready"], value)
             events = traffic.events(cycle)
             ctx.set(Value.cast(dut.count), pack(self.counts, events))
+            hold = traffic.hold(cycle)
+            ctx.set(dut.hold, hold)
 
             _clk, _rst, *values = await ctx.tick().sample(*(port[name] for name in watched), *others)
             seen = dict(zip(watched, values[: len(watched)], strict=True))
-            replay.cycle(cycle, seen, ready, events, *values[len(watched) :])
+            replay.cycle(cycle, seen, ready, hold, events, *values[len(watched) :])
             for channel, log in (("aw", self.aw_at), ("w", self.w_at), ("ar", self.ar_at)):
                 if offered[channel] and seen[f"{channel}ready"]:
                     offered[channel] = False
@@ -147,6 +160,7 @@ class Bench:
             done = len(self.responses) == len(traffic.writes) and len(self.read) == len(traffic.reads)
             if traffic.cut is None and done:
                 self.final = data.ArrayLayout(job_layout(self.params), self.jobs).from_bits(values[len(watched)])
+                self.shared = shared_layout(self.params).from_bits(values[len(watched) + 1])
                 return
         raise AssertionError(f"not done after {limit} cycles: {sent}, {len(self.responses)} B, {len(self.read)} R")
 
@@ -156,26 +170,20 @@ class Replay:
 
     def __init__(self, bench: Bench, traffic: Traffic) -> None:
         self.bench, self.traffic = bench, traffic
-        self.model = RegisterFile(bench.params, bench.jobs)
-        table = {
-            (word.bank, word.register.key, word.index): word for word in words(bench.jobs) if word.register.per_job
-        }
-        self.places = []  # of every leaf of the struct: its offset, where it is read, and its bits there
-        for (bank, key, *path), offset in leaves(data.ArrayLayout(job_layout(bench.params), bench.jobs)):
-            register = table[bank, key, 0].register
-            entry = path.pop(0) if register.entries else 0
-            index = entry // register.entries_per_word
-            name = path[0] if path else register.fields[0].name
-            ((_entry, place),) = (
-                found
-                for found in table[bank, key, index].fields(bench.params)
-                if (found[0], found[1].name) == (entry, name)
-            )
-            self.places.append((offset, table[bank, key, index].address, place))
+        self.model = RegisterFile(bench.params)
+        banks: dict[tuple[Any, ...], list[Word]] = {}
+        others: dict[tuple[Any, ...], list[Word]] = {}
+        for word in words(bench.jobs):
+            if word.register.per_job:
+                banks.setdefault((word.bank, word.register.key), []).append(word)
+            else:
+                others.setdefault((word.register.key,), []).append(word)
+        self.jobs = Mirror(data.ArrayLayout(job_layout(bench.params), bench.jobs), banks, bench.params)
+        self.shared = Mirror(shared_layout(bench.params), others, bench.params)
         self.before: dict[str, int] = {"bvalid": 0, "rvalid": 0}
         self.ready_before = {"b": False, "r": False}
+        self.hold_before = True
         self.open = 0
-        self.jobs = 0
         self.due: list[tuple[int, int, Response]] = []  # reads: cycle of RVALID, data, response
 
     def cycle(
@@ -183,12 +191,15 @@ class Replay:
         cycle: int,
         seen: dict[str, int],
         ready: dict[str, bool],
+        hold: bool,
         events: dict[str, int],
         jobs: int,
+        shared: int,
         opened: int,
         closed: int,
         reset: int,
         clear: int,
+        entry: int,
     ) -> None:
         bench, model, before = self.bench, self.model, self.before
         appears = {}
@@ -203,13 +214,15 @@ class Replay:
         for name, amount in events.items():
             model.count(name, amount)
         commands = Counter(model.commands)
+        number = len(bench.b_at)
+        asked = all(len(log) > number and log[number] <= cycle - 2 for log in (bench.aw_at, bench.w_at))
+        assert appears["b"] == (asked and not before["bvalid"] and not self.hold_before), "B comes early or late"
         if appears["b"]:
             write = self.traffic.writes[len(bench.b_at)]
             assert model.write(write.address, write.data, write.strobe) == seen["bresp"], write
             bench.b_at.append(cycle)
-            assert len(bench.b_at) <= min(len(bench.aw_at), len(bench.w_at)), "answered before it was asked"
         issued = model.commands - commands
-        assert (reset, clear) == (issued["reset"], issued["clear_counters"])
+        assert (reset, clear, entry) == (issued["reset"], issued["clear_counters"], issued["write"])
         if bench.ar_at and bench.ar_at[-1] == cycle - 1:
             address = self.traffic.reads[len(bench.ar_at) - 1]
             self.due.append((cycle - 1 + AxiLiteRegisters.READ_LATENCY, *model.read(address)))
@@ -221,18 +234,42 @@ class Replay:
         is_open = sum(model.field(f"JOB{bank}_CONTROL", "open") << bank for bank in range(bench.jobs))
         assert (opened, closed) == (is_open & ~self.open, self.open & ~is_open)
         bench.pulses.update(opened=opened.bit_count(), closed=closed.bit_count(), reset=reset, clear=clear)
+        bench.pulses.update(entry=entry)
         self.open = is_open
-        if appears["b"] or not cycle:
-            self.jobs = sum(
-                ((model.read(address)[0] & place.mask) >> place.lsb) << offset for offset, address, place in self.places
-            )
-        assert jobs == self.jobs
+        if appears["b"]:
+            self.jobs.update(model)
+            self.shared.update(model)
+        assert jobs == self.jobs.bits
+        assert shared == self.shared.bits
 
         if seen["bvalid"] and ready["b"]:
             bench.responses.append(seen["bresp"])
         if seen["rvalid"] and ready["r"]:
             bench.read.append((seen["rdata"], seen["rresp"]))
-        self.before, self.ready_before = seen, ready
+        self.before, self.ready_before, self.hold_before = seen, ready, hold
+
+
+class Mirror:
+    """The bits of a struct of registers, from the model's words; ``table`` has those of each register by its path."""
+
+    def __init__(self, layout: data.Layout, table: dict[tuple[Any, ...], list[Word]], params: ReducerParams) -> None:
+        self.bits = 0
+        self._places: list[tuple[int, int, Field]] = []  # of every leaf: its offset, its word's address, its bits there
+        (depth,) = {len(path) for path in table}
+        for path, offset in leaves(layout):
+            found, rest = table[path[:depth]], path[depth:]
+            register = found[0].register
+            entry = rest[0] if register.entries else 0
+            name = rest[-1] if len(register.fields) > 1 else register.fields[0].name
+            word = found[entry // register.entries_per_word]
+            (place,) = (field for number, field in word.fields(params) if (number, field.name) == (entry, name))
+            self._places.append((offset, word.address, place))
+
+    def update(self, model: RegisterFile) -> None:
+        """Take what the model has now."""
+        self.bits = sum(
+            ((model.read(address)[0] & place.mask) >> place.lsb) << offset for offset, address, place in self._places
+        )
 
 
 def leaves(shape: Any, offset: int = 0, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
@@ -253,7 +290,8 @@ def some_address(rng: random.Random, jobs: int) -> int:
 
 def some_write(rng: random.Random, jobs: int) -> Write:
     banks = rng.randrange(jobs)
-    address = rng.choice((some_address(rng, jobs), some_address(rng, jobs), AT[f"JOB{banks}_CONTROL"], AT["CONTROL"]))
+    often = (AT[f"JOB{banks}_CONTROL"], AT["CONTROL"], AT["ENTRY_WRITE"])
+    address = rng.choice((some_address(rng, jobs), some_address(rng, jobs), *often))
     value = rng.choice((rng.getrandbits(32), rng.getrandbits(32), 0, COUNTER_MAX))
     if address == AT["CONTROL"] and rng.random() < 0.6:
         value &= ~0b11
@@ -275,25 +313,28 @@ def some_events(rng: random.Random, layout: data.StructLayout, probability: floa
         (ReducerParams(64, 4, 2, 40, 4, 9), 3, {"stall_in": 3}, {"aw": 0.2, "w": 0.8, "b": 0.7, "ar": 0.9, "r": 0.8}),
         (ReducerParams(8, 1, 1, 1, 1, 1), 2, {}, {"aw": 0.9, "w": 0.2, "b": 0.5, "ar": 0.2, "r": 0.5}),
         (ReducerParams(512, 255, 65536, 64, 32, 32), 4, {"slot_high_water": 32}, {"b": 0.6, "r": 0.6}),
+        (PARAMS, 2, {}, {"aw": 0.7, "w": 0.7, "b": 0.7, "hold": 0.7}),
     ],
-    ids=["free", "stalls", "three_jobs", "least", "greatest"],
+    ids=["free", "stalls", "three_jobs", "least", "greatest", "held"],
 )
 def test_random_transactions(
     params: ReducerParams, jobs: int, widths: dict[str, int], chance: dict[str, float]
 ) -> None:
-    """Data, responses, every configuration bit and every pulse, in every cycle."""
+    """Data, responses, every configuration bit and every pulse, in every cycle; and no write waits without a reason."""
     with seeded(jobs, chance) as rng:
         bench = Bench(params, jobs, widths, rng.getrandbits(32))
+        held = chance.get("hold", 0)
         traffic = Traffic(
-            [some_write(rng, jobs) for _ in range(300)],
-            [some_address(rng, jobs) for _ in range(300)],
+            [some_write(rng, jobs) for _ in range(400)],
+            [some_address(rng, jobs) for _ in range(400)],
             events=some_events(rng, bench.counts, 0.3),
-            **chance,
+            hold=lambda _cycle: rng.random() < held,
+            **{name: value for name, value in chance.items() if name != "hold"},
         )
         bench.run(traffic)
         assert {response for _data, response in bench.read} == {Response.OKAY, Response.SLVERR}
         assert set(bench.responses) == {Response.OKAY, Response.SLVERR}
-        assert min(bench.pulses[name] for name in ("opened", "closed", "reset", "clear")) > 3
+        assert min(bench.pulses[name] for name in ("opened", "closed", "reset", "clear", "entry")) > 3
 
 
 def test_every_register_keeps_exactly_its_bits() -> None:
@@ -310,7 +351,7 @@ def test_every_register_keeps_exactly_its_bits() -> None:
             if writable:
                 assert read == word.writable(PARAMS) & value, word.name
     constants = [read for (read, _), word in zip(bench.read, table, strict=True) if word.register.access is Access.RO]
-    assert constants == list(capability_values(PARAMS, 2).values())
+    assert constants == list(capability_values(bench.params).values())
 
 
 def test_a_job_as_a_controller_opens_it() -> None:
@@ -328,6 +369,58 @@ def test_a_job_as_a_controller_opens_it() -> None:
     assert (job.result.majority, job.result.multicast, job.result.planes, job.result.margin) == (0, 1, 4, 3)
     assert (job.parent.job, job.parent.epoch) == (1, 2)
     assert Value.cast(bench.final[0]).value == 0
+
+
+def test_an_address_as_a_controller_stores_it() -> None:
+    """The strobe finds the whole entry, and it stays until the next write is executed."""
+    bench = Bench()
+    entry = {
+        "MAC_LO": 0x33445566,
+        "MAC_HI": 0x1122,
+        "IP": 0x0A000001,
+        "PORT": 0x5004E4D,
+        "SELECT": 0x01030002,
+        "WRITE": 1,
+    }
+    bench.run(Traffic([Write(AT[f"ENTRY_{name}"], value) for name, value in entry.items()]))
+    assert bench.pulses == Counter(entry=1)
+    shared = bench.shared
+    assert (shared.entry_mac_hi, shared.entry_mac_lo) == (0x1122, 0x33445566)
+    assert (shared.entry_ip, shared.entry_port) == (0x0A000001, 0x4E4D)
+    assert (shared.entry_select.worker, shared.entry_select.bank, shared.entry_select.parent) == (2, 3, 1)
+    groups = {"GROUP_PORT": 0x00014E4D, "LISTEN_PORT": 0x0002FFFF, "LOCAL_PORT": 7}
+    bench.run(Traffic([Write(AT[name], value) for name, value in groups.items()]))
+    shared = bench.shared
+    assert (shared.group_port.port, shared.group_port.enable, shared.local_port) == (0x4E4D, 1, 7)
+    assert (shared.listen_port.port, shared.listen_port.enable) == (0xFFFF, 0)
+
+
+def test_the_writes_of_a_driver() -> None:
+    """What :mod:`neuron_fabric.model.programming` makes arrives: addresses by strobes, the job when it is whole."""
+    bench = Bench(jobs=2)
+    at = [Endpoint(0x020000000000 | n, 0x0A000000 | n, 4000 + n) for n in range(4)]
+    config = JobConfig(7, 3, {0: at[0], 9: at[1]}, TERNARY, base=4, slots=2, parent=Parent(at[2], 8, 1, 5, 2))
+    writes = [*set_addresses(bench.params, at[3], listen=at[0]), *open_job(bench.params, config, 1)]
+    bench.run(Traffic([Write(*write) for write in writes], b=0.5))
+    assert set(bench.responses) == {Response.OKAY}
+    assert bench.pulses == Counter(opened=1, entry=3)
+    job, shared = bench.final[1], bench.shared
+    assert (job.control.open, job.control.job, job.epoch) == (1, 7, 3)
+    assert (job.slots.base, job.slots.log2_count) == (4, 1)
+    assert (job.result.child, job.parent.job, job.parent.epoch, job.parent_worker) == (1, 8, 5, 1)
+    assert (shared.local_ip, shared.listen_port.enable, shared.group_port.enable) == (at[3].ip, 1, 0)
+
+
+def test_held_writes_wait_and_reads_do_not() -> None:
+    """A write that opens a job can hold the next one from the cycle of ``opened`` on."""
+    bench = Bench()
+    writes = [Write(AT["JOB0_CONTROL"], 1), Write(AT["JOB0_CONTROL"], 0), Write(AT["JOB0_EPOCH"], 9)]
+    opened = AxiLiteRegisters.WRITE_LATENCY
+    bench.run(Traffic(writes, [AT["JOB0_CONTROL"]] * 4, hold=lambda cycle: opened <= cycle < 30))
+    assert bench.b_at == [opened, 31, 33]
+    assert bench.aw_at == bench.w_at == [0, opened, 31]
+    assert bench.r_at == [3, 7, 11, 15]
+    assert [value for value, _response in bench.read] == [0, 1, 1, 1]
 
 
 def test_latencies() -> None:
@@ -453,18 +546,17 @@ def test_reset_in_the_middle_leaves_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
 @pytest.mark.parametrize(
-    ("jobs", "widths", "message"),
+    ("params", "widths", "message"),
     [
-        (0, {}, "jobs must be 1 to 255, not 0"),
-        (256, {}, "256, which does not fit its 8 bits"),
-        (1, {"poems": 1}, "there is no counter 'poems'"),
-        (1, {"frames": 0}, "frames must have 1 to 32 bits, not 0"),
-        (1, {"frames": 33}, "frames must have 1 to 32 bits, not 33"),
+        (ReducerParams(lanes=1 << 16), {}, "CAPABILITY0.lanes is 65536, which does not fit its 16 bits"),
+        (PARAMS, {"poems": 1}, "there is no counter 'poems'"),
+        (PARAMS, {"frames": 0}, "frames must have 1 to 32 bits, not 0"),
+        (PARAMS, {"frames": 33}, "frames must have 1 to 32 bits, not 33"),
     ],
 )
-def test_what_cannot_be_is_refused(jobs: int, widths: dict[str, int], message: str) -> None:
+def test_what_cannot_be_is_refused(params: ReducerParams, widths: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AxiLiteRegisters(PARAMS, jobs, widths)
+        AxiLiteRegisters(params, widths)
     gc.collect()  # what was not finished complains when it goes: here, not in another test
 
 
@@ -474,3 +566,8 @@ def test_the_struct_of_a_job_follows_the_sizes() -> None:
     assert layout["weights"].width == 3 * 6
     assert layout["control"].width == 17
     assert layout["epoch"].width == 16
+    assert not {key for key, _field in layout} & {key for key, _field in shared_layout(ReducerParams())}
+
+
+def test_a_level_can_say_all_slot_versions() -> None:
+    assert count_layout(ReducerParams(slots=8))["slot_high_water"].width == 5

@@ -93,11 +93,11 @@ reducer_sizes = st.builds(
     workers=st.integers(1, 64),
     acc_bits=st.integers(1, 32),
     max_planes=st.integers(1, 32),
+    jobs=st.integers(1, 5),
 )
 maps = st.builds(
     CxlMap,
     reducer_sizes,
-    jobs=st.integers(1, 5),
     identity_bytes=st.sampled_from([64, 4096, 1 << 30]),
     epoch_bits=st.integers(1, 6),
 )
@@ -138,7 +138,7 @@ def test_fields_are_adjacent_and_wide_enough(address_map):
 
 
 def test_a_workers_contributions_to_a_job_are_one_range_of_pages():
-    address_map = CxlMap(ReducerParams(), jobs=2)
+    address_map = CxlMap(ReducerParams(jobs=2))
     areas = {}
     for worker in range(16):
         first = address_map.encode(ContributeLine(1, worker, 0, 0, 0, 0))
@@ -166,11 +166,10 @@ def test_full_chunk_numbers_are_reconstructed_in_a_window_around_the_current_one
     [
         ({"params": ReducerParams(lanes=64)}, "lanes must be 512"),
         ({"identity_bytes": 96}, "power of two"),
-        ({"jobs": 0}, "jobs must be 1 to 256"),
         ({"epoch_bits": 0}, "epoch_bits must be 1 to 16"),
         ({"chunk_bits": 5}, "chunk_bits must be 6 to 32"),
         (
-            {"params": ReducerParams(slots=1 << 16, workers=64, max_planes=32, lines_per_chunk=255), "jobs": 256},
+            {"params": ReducerParams(slots=1 << 16, workers=64, max_planes=32, lines_per_chunk=255, jobs=255)},
             "a CXL address has 52",
         ),
     ],
@@ -184,7 +183,7 @@ def test_what_is_no_address_is_refused_by_name():
     address_map = CxlMap(sizes())
     with pytest.raises(ValueError, match="worker 8 does not fit its 3 address bits"):
         address_map.encode(ContributeLine(0, 8, 0, 0, 0, 0))
-    for address in (1, -64, address_map.size):
+    for address in (1, -64, 1 << 64):
         with pytest.raises(ValueError, match="64-byte line"):
             address_map.decode(address)
 
@@ -418,9 +417,10 @@ def test_results_and_status_cannot_be_written_and_holes_are_poison():
     assert device.device.mem_wr(address_map.encode(StatusLine(0, 0, 0, 0, 0)), ZEROS) is Outcome.READ_ONLY
     hole = (Window.RESULT << address_map.window_bits) - LINE_BYTES
     hole += 1 << address_map.window_bits  # the last line of the result window, which is smaller than a window can be
-    assert address_map.decode(hole) is None
-    assert device.device.mem_wr(hole, ZEROS) is Outcome.READ_ONLY
-    assert device.device.mem_rd(hole) == (ZEROS, True)
+    for nothing in (hole, address_map.size, (1 << 64) - LINE_BYTES):
+        assert address_map.decode(nothing) is None
+        assert device.device.mem_wr(nothing, ZEROS) is Outcome.READ_ONLY
+        assert device.device.mem_rd(nothing) == (ZEROS, True)
     with pytest.raises(ValueError, match="a write has 64 bytes"):
         device.device.mem_wr(0, b"\0")
 
@@ -470,13 +470,16 @@ def test_majority_with_a_tie_and_a_margin():
         ({"bank": 1}, "bank 0 is open with job 7; close that first"),
         ({"job": 8}, "bank 0 is open with job 7; close that first"),
         ({"epoch": EPOCH}, "reopening needs a higher one"),
+        ({"job": 8, "bank": 1, "base": 0, "slots": 4}, "slots"),
+        ({"base": 1, "slots": 2}, "slots"),
+        ({"slots": 3}, "slots"),
     ],
 )
 def test_a_job_that_cannot_work_is_refused_by_name(change, message):
-    device = CxlReducer(CxlMap(sizes(), jobs=2))
-    device.open(CxlJob(JobConfig(JOB, EPOCH, (0, 1), BINARY), 1))
+    device = CxlReducer(CxlMap(sizes(slots=4, jobs=2)))
+    device.open(CxlJob(JobConfig(JOB, EPOCH, (0, 1), BINARY, slots=2), 1))
     where = {"lines": 1, "bank": 0, "first_chunk": 0}
-    config = {"job": JOB, "epoch": EPOCH + 1, "members": (0, 1), "encoding": BINARY}
+    config = {"job": JOB, "epoch": EPOCH + 1, "members": (0, 1), "encoding": BINARY, "slots": 2}
     for name, value in change.items():
         (where if name in where else config)[name] = value
     with pytest.raises(ValueError, match=message):
@@ -484,12 +487,48 @@ def test_a_job_that_cannot_work_is_refused_by_name(change, message):
 
 
 def test_two_banks_do_not_meet():
-    device = CxlReducer(CxlMap(sizes(), jobs=2))
+    device = CxlReducer(CxlMap(sizes(jobs=2)))
     for bank in range(2):
-        device.open(CxlJob(JobConfig(bank, EPOCH, (0,), BINARY), 1, bank=bank))
+        device.open(CxlJob(JobConfig(bank, EPOCH, (0,), BINARY, base=bank, slots=1), 1, bank=bank))
         device.mem_wr(device.map.encode(ContributeLine(bank, 0, EPOCH, 0, 0, 0)), bytes([1 + bank]) * 64)
     for bank in range(2):
         assert device.mem_rd(device.map.encode(ResultLine(bank, EPOCH, 0, 0, 0))).data == bytes([1 + bank]) * 64
+
+
+def test_a_job_has_a_range_of_the_slots_and_what_is_no_slot_of_it_reads_as_closed():
+    device = CxlReducer(CxlMap(sizes(slots=4, jobs=2)))
+    jobs = [
+        CxlJob(JobConfig(1, EPOCH, (0, 1), BINARY, base=2, slots=2), 1, bank=0),
+        CxlJob(JobConfig(2, EPOCH, (0, 1), BINARY, base=1, slots=1), 1, bank=1),
+    ]
+    for job in jobs:
+        device.open(job)
+        for chunk in range(2 * job.config.slots):
+            target = ContributeLine(job.bank, 0, EPOCH, chunk, 0, 0)
+            assert device.mem_wr(device.map.encode(target), ZEROS) is Outcome.ADDED
+    for job in jobs:
+        for slot, version in np.ndindex(4, 2):
+            line = device.mem_rd(device.map.encode(StatusLine(job.bank, slot, version, 0, 0))).data
+            if slot < job.config.slots:
+                status = Status.unpack(line)
+                assert StatusFlags.CLAIMED in status.flags
+                assert (status.chunk, status.job) == (version * job.config.slots + slot, job.config.job)
+            else:
+                assert line == ZEROS
+    # The next chunk of a slot version claims it after twice the job's slots, not the device's.
+    target = ContributeLine(1, 0, EPOCH, 2, 0, 0)
+    assert device.mem_wr(device.map.encode(target), ZEROS) is Outcome.ADDED
+    assert device.counters["abandoned"] == 1
+
+
+def test_slots_of_a_closed_job_can_be_another_ones():
+    device = CxlReducer(CxlMap(sizes(slots=4, jobs=2)))
+    device.open(CxlJob(JobConfig(1, EPOCH, (0, 1), BINARY), 1, bank=0))
+    device.close(0)
+    device.open(CxlJob(JobConfig(2, EPOCH, (0, 1), BINARY, base=2, slots=2), 1, bank=1))
+    device.close(0)
+    device.reset()
+    device.open(CxlJob(JobConfig(1, EPOCH, (0, 1), BINARY), 1, bank=0))
 
 
 # ---- random transactions against a plain account of them -------------------------------------------------------
@@ -663,16 +702,19 @@ def finish(hosts, fabric, rounds=3000, between=lambda: None):
     encoding=st.sampled_from(ENCODINGS),
     majority=st.sampled_from([None, 0, 2]),
     slots=st.sampled_from([1, 2, 4]),
+    pool=st.sampled_from([1, 4]),
     job_lines=st.integers(1, 3),
     first_chunk=st.sampled_from([0, 5, CHUNKS - 3]),
 )
 def test_exact_on_every_host_behind_a_fabric_that_does_its_worst(
-    seed, world, encoding, majority, slots, job_lines, first_chunk
+    seed, world, encoding, majority, slots, pool, job_lines, first_chunk
 ):
     rng, bits = random.Random(seed), np.random.default_rng(seed)
-    device = CxlReducer(CxlMap(sizes(slots)))
+    device = CxlReducer(CxlMap(sizes(slots * pool)))
     members = rng.sample(range(8), world)
-    form = {} if majority is None else {"result_format": "majority", "margin": majority}
+    form = {"base": rng.randrange(pool) * slots, "slots": slots}
+    if majority is not None:
+        form |= {"result_format": "majority", "margin": majority}
     job = CxlJob(JobConfig(JOB, EPOCH, members, encoding, **form), job_lines, first_chunk=first_chunk)
     device.open(job)
     fabric = Fabric(device, device.map, rng)

@@ -113,18 +113,22 @@ def test_a_result_goes_to_the_group_or_to_each_member(group):
     assert all(Header.unpack(datagram.payload).worker == DESTINATION_ALL for datagram in sent)
 
 
-def test_two_levels_over_frames():
-    """Two children under a root, each an endpoint of its own: the members get the count of all leaves."""
+@pytest.mark.parametrize("group", [None, GROUP], ids=["unicast", "group"])
+def test_two_levels_over_frames(group):
+    """Two children under a root, each an endpoint of its own: the members get the count of all leaves.
+
+    With a group the root sends each result once, and the children listen there.
+    """
     upper = tally_encoding(BINARY, 2)
     params = ReducerParams(lanes=512, lines_per_chunk=2, slots=2, workers=4, acc_bits=4)
     root_at = Endpoint.of("02:00:00:00:01:00", "10.0.1.0", 20045)
     child_at = [Endpoint.of(f"02:00:00:00:02:0{i}", f"10.0.2.{i}", 20045) for i in range(2)]
     leaf_at = [Endpoint.of(f"02:00:00:00:03:0{i}", f"10.0.3.{i}", 20045) for i in range(4)]
-    root = NetworkEndpoint(params, root_at)
+    root = NetworkEndpoint(params, root_at, group)
     root.open(JobConfig(9, 4, dict(enumerate(child_at)), upper))
     nodes = {root_at: root}
     for i in range(2):
-        child = NetworkEndpoint(params, child_at[i])
+        child = NetworkEndpoint(params, child_at[i], listen=group)
         members = {0: leaf_at[2 * i], 1: leaf_at[2 * i + 1]}
         child.open(JobConfig(5, 1, members, BINARY, parent=Parent(root_at, 9, i, 4, 2)))
         nodes[child_at[i]] = child
@@ -136,7 +140,10 @@ def test_two_levels_over_frames():
         for node in nodes.values():
             for frame in node.poll():
                 datagram = net.parse(frame, None)
-                if datagram.destination in nodes:
+                if datagram.destination == group:
+                    for at in child_at:
+                        nodes[at].receive(frame)
+                elif datagram.destination in nodes:
                     nodes[datagram.destination].receive(frame)
                 else:
                     delivered.append(datagram)
@@ -146,6 +153,17 @@ def test_two_levels_over_frames():
     tally = [sum((mine[k][0] >> i & 1) << k for k in mine) for i in range(5)]
     assert tally == [4, 3, 2, 1, 0]
     assert all(header.voters == 4 for _, header, _ in results)
+    assert not any(name.startswith(("dropped", "refused")) for node in nodes.values() for name in node.reducer.counters)
+
+
+def test_a_group_is_listened_to_only_where_it_is_asked_for():
+    """Where results are sent is not where frames come from."""
+    frame = net.build(MEMBERS[0], GROUP, contribution(0))
+    for listen, counters in ((None, {"dropped_not_ours": 1}), (GROUP, {"frames": 1, "lines": 1, "slot_high_water": 1})):
+        device = NetworkEndpoint(PARAMS, ME, GROUP, listen)
+        device.open(JobConfig(5, 1, MEMBERS, BINARY))
+        device.receive(frame)
+        assert dict(device.reducer.counters) == counters
 
 
 def test_members_without_an_address_are_refused_by_name():

@@ -1,6 +1,8 @@
 """Every rule of the protocol, one by one, and then all of them under a hostile network."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from neuron_fabric.model import (
     BINARY,
     TERNARY,
     BucketFailedError,
+    Encoding,
     Flags,
     FrameType,
     GoldenWorker,
@@ -258,12 +261,28 @@ def test_straggler_rule():
         ({"encoding": int_encoding(5)}, "5 planes; this reducer takes 4"),
         ({"members": range(8), "encoding": int_encoding(4)}, "takes 7 bits; the accumulator has 6"),
         ({"result_format": "mean"}, "result format is tally or majority"),
-        ({"margin": -1}, "margin must not be negative"),
+        ({"members": (0, 1, 0)}, r"a worker is listed twice in \[0, 1, 0\]"),
+        ({"encoding": Encoding("far", (16,))}, "weight 16 in plane 0; the greatest that this reducer takes is 8"),
+        ({"encoding": Encoding("many", (1,), leaves=1 << 15)}, "takes 17 bits; the accumulator has 6"),
+        ({"margin": -1}, "margin must be 0 to 63, not -1"),
+        ({"margin": 64}, "margin must be 0 to 63, not 64"),
+        ({"slots": 0}, "slots must be a power of two, not 0"),
+        ({"slots": 3}, "slots must be a power of two, not 3"),
+        ({"slots": 4}, "4 slots from slot 0 on are not among the 2 of this reducer"),
+        ({"slots": 1, "base": 2}, "1 slots from slot 2 on are not among"),
+        ({"slots": 1, "base": -1}, "1 slots from slot -1 on are not among"),
+        ({"base": 1}, "2 slots from slot 1 on are not among"),
         ({"encoding": TERNARY, "straggler": Straggler(1, 1)}, "needs a one-plane encoding"),
-        ({"straggler": Straggler(1, 3)}, "quorum must be 1 to 2"),
+        ({"straggler": Straggler(1, 3)}, "quorum must be 1 to 2, not 3"),
+        ({"straggler": Straggler(1, 0)}, "quorum must be 1 to 2, not 0"),
+        ({"straggler": Straggler(0, 1)}, "timeout must be 1 to 4294967295 ticks, not 0"),
+        ({"straggler": Straggler(1 << 32, 1)}, "timeout must be 1 to 4294967295 ticks, not 4294967296"),
         ({"parent": Parent("p", 1, 0, 1, 4), "result_format": "majority"}, "only the root can decide"),
         ({"parent": Parent("p", 1, 0, 1, 4), "straggler": Straggler(1, 1)}, "reducers without a parent"),
         ({"parent": Parent("p", 1, 0, 1, 1)}, "more than the 1 that its parent was told"),
+        ({"parent": Parent("p", 1 << 16, 0, 1, 2)}, "the parent's job has 16 bits; 65536 does not fit"),
+        ({"parent": Parent("p", 1, 0xFFFF, 1, 2)}, "worker 0xffff of the parent stands for all"),
+        ({"parent": Parent("p", 1, 0, 1, 64)}, "a result takes 7 planes; the accumulator has 6 bits"),
         ({"epoch": 1 << 16}, "epoch has 16 bits"),
     ],
 )
@@ -280,6 +299,171 @@ def test_reopening_needs_a_newer_epoch_and_forgets_the_slots():
         device.open(JobConfig(JOB, EPOCH, (0, 1), BINARY))
     device.open(JobConfig(JOB, EPOCH + 1, (0, 1), BINARY))
     assert device.receive(contribution(0, 0, b"\x01")) is Reason.WRONG_EPOCH
+
+
+def child_of(job, **config):
+    return {"parent": Parent("root", job, 0, 1, 2), **config}
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"base": 0, "slots": 4}, "job 8: slots 0 to 3 overlap slots 2 to 3 of job 7"),
+        ({"base": 2, "slots": 1}, "job 8: slots 2 to 2 overlap slots 2 to 3 of job 7"),
+        ({"base": 3, "slots": 1}, "job 8: slots 3 to 3 overlap slots 2 to 3 of job 7"),
+        ({}, "job 8: slots 0 to 7 overlap slots 2 to 3 of job 7"),
+        ({"base": 4, "slots": 4} | child_of(5), "job 8: job 7 is a child of the parent's job 5, too"),
+    ],
+)
+def test_jobs_that_cannot_be_open_together_are_refused_by_name(second, message):
+    """And what is refused leaves everything as it was; closing the one lets the other in."""
+    device = SignCountReducer(replace(PARAMS, slots=8, jobs=2))
+    first = JobConfig(JOB, EPOCH, (0, 1), BINARY, base=2, slots=2, **child_of(5))
+    device.open(first)
+    device.receive(contribution(0, 0, b"\x01"))
+    refused = JobConfig(JOB + 1, EPOCH, (0, 1), BINARY, **second)
+    with pytest.raises(ValueError, match=message):
+        device.open(refused)
+    device.receive(contribution(1, 0, b"\x01"))
+    assert len(device.poll()) == 2
+    device.close(JOB)
+    device.open(refused)
+
+
+def test_there_are_only_so_many_banks():
+    device = SignCountReducer(replace(PARAMS, slots=8, jobs=2))
+    for job in range(2):
+        device.open(JobConfig(job, EPOCH, (0, 1), BINARY, base=job, slots=1))
+    third = JobConfig(2, EPOCH, (0, 1), BINARY, base=2, slots=1)
+    with pytest.raises(ValueError, match="job 2: 2 jobs are open; this reducer has 2 job banks"):
+        device.open(third)
+    device.open(JobConfig(1, EPOCH + 1, (0, 1), BINARY, base=4, slots=4))  # reopened, in another place
+    device.close(0)
+    device.open(third)
+
+
+def test_children_of_one_parent_with_jobs_of_their_own_share_a_reducer():
+    """A RESULT finds its child by the parent's job, and by nothing else, since it may be for all."""
+    device = SignCountReducer(replace(PARAMS, jobs=2))
+    for index in range(2):
+        parent = Parent("root", ROOT_JOB + index, 0, ROOT_EPOCH, 2)
+        device.open(JobConfig(JOB + index, EPOCH, (0, 1), BINARY, base=index, slots=1, parent=parent))
+    for index in (1, 0):
+        answer = Header(FrameType.RESULT, ROOT_JOB + index, DESTINATION_ALL, 0, epoch=ROOT_EPOCH).pack() + bytes(8)
+        assert device.receive(answer, "root") is Reason.NONE
+        (relayed,) = device.poll()
+        assert relayed.header.job == JOB + index
+
+
+def test_a_job_has_its_own_number_of_slots():
+    """With one slot of many, chunks 0 and 2 have one place and 0 and 1 have not; the worker's window is one chunk."""
+    params = replace(PARAMS, slots=8)
+    config = JobConfig(JOB, EPOCH, (0, 1), BINARY, base=5, slots=1)
+    device = SignCountReducer(params)
+    device.open(config)
+    for chunk in (0, 1):
+        device.receive(contribution(0, chunk))
+    assert device.counters["abandoned"] == 0
+    device.receive(contribution(0, 2))
+    assert device.counters["abandoned"] == 1
+    worker = GoldenWorker(params, config, 0, 2)
+    worker.submit(np.zeros((1, 10 * params.line_bytes), np.uint8), 10)
+    assert [Header.unpack(frame).chunk for frame in worker.outgoing()] == [0]
+
+
+def some_frame(rng, job, params):
+    """A frame for one of the chunks around the place where a job is, right or not quite."""
+    encoding = job.encoding
+    fields = {
+        "type": rng.choice([FrameType.CONTRIBUTE] * 5 + [FrameType.ABSTAIN]),
+        "job": job.job,
+        "worker": rng.choice([*job.members, rng.randrange(params.workers)]),
+        "chunk": rng.randrange(12),
+        "plane": rng.randrange(encoding.planes),
+        "planes": encoding.planes,
+        "lines": rng.choice([1, 1, 1, 2]),
+        "epoch": rng.choice([job.epoch] * 9 + [job.epoch - 1]),
+    }
+    size = 0 if fields["type"] is FrameType.ABSTAIN else fields["lines"] * params.line_bytes
+    return Header(**fields).pack() + rng.randbytes(size)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_jobs_that_share_a_pool_do_not_notice_each_other(seed):
+    """Each answers as if it had a reducer of its own with as many slots as it has here, and the counters add up."""
+    rng = random.Random(seed)
+    params = replace(PARAMS, slots=8, jobs=3)
+    places = rng.choice([[(0, 4), (4, 2), (6, 2)], [(0, 1), (2, 2), (4, 4)], [(7, 1), (0, 2), (2, 1)]])
+    jobs = [
+        JobConfig(
+            number,
+            rng.randrange(1, 1 << 16),
+            rng.sample(range(8), rng.randint(1, 3)),
+            rng.choice([BINARY, TERNARY, int_encoding(2)]),
+            rng.choice(["tally", "majority"]),
+            multicast=rng.random() < 0.5,
+            base=base,
+            slots=count,
+        )
+        for number, (base, count) in enumerate(places)
+    ]
+    shared = SignCountReducer(params, nack_queue=10_000)
+    alone = [SignCountReducer(replace(params, slots=job.slots, jobs=1), nack_queue=10_000) for job in jobs]
+    for job, own in zip(jobs, alone, strict=True):
+        shared.open(job)
+        own.open(replace(job, base=0))
+    for _ in range(rng.randrange(300)):
+        index = rng.randrange(3)
+        frame = some_frame(rng, jobs[index], params)
+        assert shared.receive(frame) is alone[index].receive(frame)
+        if rng.random() < 0.2:
+            sent = shared.poll()
+            for job, own in zip(jobs, alone, strict=True):
+                assert [out for out in sent if out.header.job == job.job] == own.poll()
+    for index, job in enumerate(jobs):
+        if rng.random() < 0.2:
+            shared.close(job.job)
+            alone[index].close(job.job)
+    assert Counter(out.payload for out in shared.poll()) == Counter(out.payload for own in alone for out in own.poll())
+    high = "slot_high_water"
+    counted = sum((own.counters for own in alone), Counter())
+    assert max(own.counters[high] for own in alone) <= shared.counters[high] <= counted[high]
+    del shared.counters[high], counted[high]
+    assert shared.counters == counted
+
+
+def test_slot_high_water_is_the_most_that_was_incomplete_at_once():
+    device = SignCountReducer(replace(PARAMS, slots=8, jobs=2))
+    high = lambda: device.counters["slot_high_water"]  # noqa: E731
+    device.open(JobConfig(JOB, EPOCH, (0, 1), BINARY, base=0, slots=4, straggler=Straggler(10, 1)))
+    device.open(JobConfig(JOB + 1, EPOCH, (0,), BINARY, base=4, slots=2))
+    device.receive(Header(FrameType.CONTRIBUTE, JOB + 1, 0, 0, epoch=EPOCH).pack() + bytes(8))
+    assert (device.counters["completed"], high()) == (1, 0)  # complete with its first frame
+    for chunk in (0, 1, 4):  # both versions of slot 0, and slot 1
+        device.receive(contribution(0, chunk))
+    assert high() == 3
+    device.receive(contribution(0, 8))  # takes the place of chunk 0
+    assert (device.counters["abandoned"], high()) == (1, 3)
+    device.receive(contribution(1, 1))
+    device.receive(contribution(0, 9))  # takes a complete one's place
+    assert high() == 3
+    device.advance(10)
+    assert (device.counters["partial"], high()) == (3, 3)
+    device.clear_counters()
+    assert not device.counters
+    for chunk in (16, 17):
+        device.receive(contribution(0, chunk))
+    device.clear_counters()
+    assert device.counters == {"slot_high_water": 2}
+    device.close(JOB)
+    device.clear_counters()
+    assert not device.counters
+    device.open(JobConfig(JOB, EPOCH, (0, 1), BINARY, base=0, slots=4))
+    device.receive(contribution(0, 0))
+    device.reset()
+    assert high() == 1
+    device.clear_counters()
+    assert not device.counters
 
 
 def test_close_and_reset_leave_no_vote_behind():

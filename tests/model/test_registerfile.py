@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neuron_fabric.model.net import Endpoint
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.registerfile import COUNTER_MAX, RegisterFile, Response
 from neuron_fabric.model.registers import COUNTERS, Access, capability_values, words
 
-PARAMS = ReducerParams(workers=40, max_planes=9)
 JOBS = 2
+PARAMS = ReducerParams(workers=40, max_planes=9, jobs=JOBS)
 TABLE = {word.address: word for word in words(JOBS)}
 AT = {word.name: word.address for word in TABLE.values()}
 LIMIT = 0x800  # 0x400 + 2 * 0x80, rounded up to a power of two
@@ -22,7 +23,7 @@ addresses = st.one_of(st.sampled_from(sorted(TABLE)), st.integers(0, LIMIT - 1))
 @given(st.lists(st.tuples(addresses, words32, st.integers(0, 15)), max_size=40))
 def test_bytes_that_were_written_read_back(writes):
     """A naive memory of bytes beside it."""
-    file = RegisterFile(PARAMS, JOBS)
+    file = RegisterFile(PARAMS)
     memory = {}
     for address, data, strobe in writes:
         word = TABLE.get(address - address % 4)
@@ -38,7 +39,7 @@ def test_bytes_that_were_written_read_back(writes):
         for byte in range(4):
             if strobe >> byte & 1:
                 memory[word.address + byte] = data >> 8 * byte & 0xFF
-    constants = capability_values(PARAMS, JOBS)
+    constants = capability_values(PARAMS)
     for address, word in TABLE.items():
         value = sum(memory.get(address + byte, 0) << 8 * byte for byte in range(4)) & word.writable(PARAMS)
         assert file.read(address) == (constants.get(word.name, value), Response.OKAY), word.name
@@ -46,7 +47,7 @@ def test_bytes_that_were_written_read_back(writes):
 
 @given(st.integers(0, LIMIT - 1))
 def test_an_address_without_a_register_is_an_error_and_zero(address):
-    file = RegisterFile(PARAMS, JOBS)
+    file = RegisterFile(PARAMS)
     known = address - address % 4 in TABLE
     assert file.read(address)[1] == (Response.OKAY if known else Response.SLVERR)
     assert known or file.read(address)[0] == 0
@@ -54,7 +55,7 @@ def test_an_address_without_a_register_is_an_error_and_zero(address):
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), words32), max_size=30))
 def test_counters_saturate_and_maxima_hold(events):
-    file = RegisterFile(PARAMS, JOBS)
+    file = RegisterFile(PARAMS)
     for name, n in events:
         file.count(name, n)
     for name in NAMES:
@@ -68,7 +69,7 @@ def test_counters_saturate_and_maxima_hold(events):
 
 
 def test_commands_act_once_and_read_as_zero():
-    file = RegisterFile(PARAMS, JOBS)
+    file = RegisterFile(PARAMS)
     for bank in range(JOBS):
         file.write(AT[f"JOB{bank}_CONTROL"], 0x00070001)
     file.count("frames", 5)
@@ -85,7 +86,7 @@ def test_commands_act_once_and_read_as_zero():
 
 
 def test_fields_by_name():
-    file = RegisterFile(PARAMS, JOBS)
+    file = RegisterFile(PARAMS)
     file.write(AT["JOB1_WEIGHTS2"], 0x83)
     file.write(AT["JOB1_MEMBERS1"], 1 << 7)
     file.write(AT["JOB1_EPOCH"], 0x1FFFF)
@@ -97,6 +98,41 @@ def test_fields_by_name():
     for name, field, entry in (("JOB1_WEIGHTS", "shift", 9), ("JOB2_EPOCH", "epoch", 0), ("JOB1_EPOCH", "poem", 0)):
         with pytest.raises(KeyError, match=f"no {name}.{field} of entry {entry}"):
             file.field(name, field, entry)
+
+
+def write_entry(file, at, select):
+    values = {"MAC_LO": at.mac & COUNTER_MAX, "MAC_HI": at.mac >> 32, "IP": at.ip, "PORT": at.port, "SELECT": select}
+    for name, value in values.items():
+        assert file.write(AT[f"ENTRY_{name}"], value) == Response.OKAY
+    file.write(AT["ENTRY_WRITE"], 1)
+
+
+def test_entries_are_stored_where_select_says():
+    file = RegisterFile(PARAMS)
+    here, there = Endpoint(0x112233445566, 0x0A000001, 20045), Endpoint(1, 2, 3)
+    write_entry(file, here, 39)
+    write_entry(file, there, 1 << 16 | 39)
+    write_entry(file, here, 1 << 24 | 1 << 16 | 7)
+    file.write(AT["ENTRY_WRITE"], COUNTER_MAX, 0b1110)
+    expected = {(0, 39): here, (1, 39): there, (1, None): here}
+    assert file.addresses == expected
+    # Neither a worker nor a bank that is not there, of which the parent has no worker's number.
+    for select in (40, 0xFFFF, 2 << 16, 1 << 24 | 2 << 16):
+        write_entry(file, there, select)
+    assert file.addresses == expected
+    file.write(AT["CONTROL"], 1)
+    assert file.addresses == expected
+    write_entry(file, there, 1 << 24 | 1 << 16 | 0xFFFF)
+    assert file.addresses[1, None] == there
+
+
+def test_endpoints_by_their_prefix():
+    file = RegisterFile(PARAMS)
+    file.write(AT["LISTEN_MAC_HI"], 0xFFFF0100)
+    file.write(AT["LISTEN_MAC_LO"], 0x5E010203)
+    file.write(AT["LISTEN_PORT"], 0x00010009)
+    assert file.endpoint("LISTEN") == Endpoint(0x01005E010203, 0, 9)
+    assert file.endpoint("GROUP") == Endpoint(0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -112,4 +148,4 @@ def test_fields_by_name():
 )
 def test_what_cannot_be_is_refused(call, error, message):
     with pytest.raises(error, match=message):
-        call(RegisterFile(PARAMS, JOBS))
+        call(RegisterFile(PARAMS))

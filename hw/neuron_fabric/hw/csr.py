@@ -8,7 +8,7 @@ A transfer is a cycle in which valid and ready of a channel are both 1. In cycle
 | cycle | write | read |
 |---|---|---|
 | 0 | the later one of AW and W is transferred | AR is transferred |
-| 1 | written, unless the response before still waits | word selected; a counter is visited |
+| 1 | written, unless `hold` is 1 or the response before still waits | word selected; a counter is visited |
 | 2 | new value out, command pulses, B is valid | the counter's sum |
 | 3 | | R is valid |
 
@@ -47,7 +47,7 @@ from neuron_fabric.model.registers import (
     words,
 )
 
-__all__ = ["AxiLiteRegisters", "EventCounters", "count_layout", "job_layout"]
+__all__ = ["AxiLiteRegisters", "EventCounters", "count_layout", "job_layout", "shared_layout"]
 
 _COUNTED = tuple(name for name, _doc in COUNTERS if name not in MAXIMA)
 
@@ -58,22 +58,35 @@ def job_layout(params: ReducerParams) -> data.StructLayout:
     A register of several fields is a struct, of one field that field, and an array of registers an array with one
     entry per worker or plane: ``control.open``, ``epoch``, ``members[worker]``, ``weights[plane].shift``.
     """
+    return data.StructLayout({register.key: _shape(register, params) for register in REGISTERS if register.per_job})
 
-    def shape(register: Register) -> ShapeLike:
-        fields = {field.name: unsigned(field.width) for field in register.fields}
-        entry = data.StructLayout(fields) if len(fields) > 1 else next(iter(fields.values()))
-        return data.ArrayLayout(entry, getattr(params, register.entries)) if register.entries else entry
 
-    return data.StructLayout({register.key: shape(register) for register in REGISTERS if register.per_job})
+def shared_layout(params: ReducerParams) -> data.StructLayout:
+    """The registers that can be written and are of no job, as :func:`job_layout` has those of a job's bank.
+
+    For instance ``local_ip``, ``group_port.enable``, ``entry_select.worker``.
+    """
+    return data.StructLayout({register.key: _shape(register, params) for register in REGISTERS if _is_shared(register)})
+
+
+def _is_shared(register: Register) -> bool:
+    return register.access is Access.RW and not register.per_job
+
+
+def _shape(register: Register, params: ReducerParams) -> ShapeLike:
+    fields = {field.name: unsigned(field.width) for field in register.fields}
+    entry = data.StructLayout(fields) if len(fields) > 1 else next(iter(fields.values()))
+    return data.ArrayLayout(entry, getattr(params, register.entries)) if register.entries else entry
 
 
 def count_layout(params: ReducerParams, widths: Mapping[str, int] | None = None) -> data.StructLayout:
     """What goes into the counters, by their names: by how much to count in this cycle, or the level to hold.
 
-    A count has one bit and a level as many as it takes to say ``params.slots``, but for those named in ``widths``.
+    A count has one bit and a level as many as it takes to say how many slot versions there are, but for those named in
+    ``widths``.
     ``ValueError`` for a name that is not in the table or a width outside 1 to 32.
     """
-    shapes = {name: bits_for(params.slots) if name in MAXIMA else 1 for name, _doc in COUNTERS}
+    shapes = {name: bits_for(2 * params.slots) if name in MAXIMA else 1 for name, _doc in COUNTERS}
     for name, width in (widths or {}).items():
         if name not in shapes:
             raise ValueError(f"widths: there is no counter {name!r} in the register table")
@@ -95,8 +108,9 @@ class EventCounters(wiring.Component):
 
     The words are in one small memory with one adder. Every counter collects events in a few flip-flops, and is visited
     in turn, one a cycle: what was collected goes to the adder and from there to its word. A read visits the counter
-    that is asked for out of turn, so it is exact. With 29 counters on an ECP5 (Yosys 0.70, ``-nowidelut``) that is 406
-    LUT4 and 219 flip-flops; an adder and a register a counter would be 2,003 and 960.
+    that is asked for out of turn, so it is exact. With 47 counters on an ECP5 (Yosys 0.70, ``-nowidelut``, a carry cell
+    counted as two LUT4) that is 1,063 LUT4 and 395 flip-flops; an adder and a register a counter would be 3,159 and
+    1,504.
 
     Parameters
     ----------
@@ -175,13 +189,13 @@ class AxiLiteRegisters(wiring.Component):
     answered with SLVERR and 0; a write to what is read-only is answered with SLVERR and has no effect. Bits without a
     field, or of workers or planes that this reducer hasn't, read as 0, and writing them is no error.
 
-    With the default sizes one job takes 968 LUT4 and 551 flip-flops of an ECP5, each further one about 450 and 230.
+    With the default sizes and one job that is 2,485 LUT4 and 1,180 flip-flops of an ECP5, counted as for
+    :class:`EventCounters`, and about 490 and 270 more for each further job.
 
     Parameters
     ----------
     params : ReducerParams
-    jobs : int
-        Job banks, 1 to 255.
+        There is a bank for each of ``params.jobs``.
     widths : mapping of str to int, optional
         Bits of inputs of ``count``, by name; see :func:`count_layout`.
 
@@ -191,12 +205,19 @@ class AxiLiteRegisters(wiring.Component):
     jobs : array of :func:`job_layout`, out
         What was written. A job's registers other than JOB_CONTROL should only change while it isn't open; this block
         doesn't see to that.
+    shared : :func:`shared_layout`, out
+        What was written to the registers that are of no job.
+    hold : in
+        While it is 1 no write is executed, and so its response comes later; reads go on. It may depend on ``opened``
+        and ``closed`` of the same cycle.
     opened, closed : out, one bit per job
         High in the first cycle in which the job's ``open`` is 1, or 0 again (but not for ``rst``).
     control_reset : out
         CONTROL.reset was written, and all jobs are closed, as of this cycle.
     control_clear : out
         CONTROL.clear_counters was written.
+    entry_write : out
+        ENTRY_WRITE.write was written, and ``shared.entry_*`` stay as they are in this cycle and the next.
     count : :func:`count_layout`, in
         Events; those in the cycle of ``control_clear`` are not counted.
 
@@ -207,16 +228,17 @@ class AxiLiteRegisters(wiring.Component):
     """
 
     WRITE_LATENCY = 2
-    """Cycles from the later transfer on AW and W to BVALID and to the new value, if no response was waiting."""
+    """Cycles from the later transfer on AW and W to BVALID and to the new value, if no response was waiting and
+    ``hold`` was 0 one cycle after it."""
     READ_LATENCY = 3
     """Cycles from the transfer on AR to RVALID."""
 
-    def __init__(self, params: ReducerParams, jobs: int = 1, widths: Mapping[str, int] | None = None) -> None:
+    def __init__(self, params: ReducerParams, widths: Mapping[str, int] | None = None) -> None:
         self.params = params
-        self._constants = capability_values(params, jobs)
-        self._words = words(jobs)
+        self._constants = capability_values(params)
+        self._words = words(params.jobs)
         self._count_layout = count_layout(params, widths)
-        address = address_bits(jobs)
+        address = address_bits(params.jobs)
         super().__init__(
             {
                 "s_axil_awaddr": In(address),
@@ -238,11 +260,14 @@ class AxiLiteRegisters(wiring.Component):
                 "s_axil_rresp": Out(2),
                 "s_axil_rvalid": Out(1),
                 "s_axil_rready": In(1),
-                "jobs": Out(data.ArrayLayout(job_layout(params), jobs)),
-                "opened": Out(jobs),
-                "closed": Out(jobs),
+                "jobs": Out(data.ArrayLayout(job_layout(params), params.jobs)),
+                "shared": Out(shared_layout(params)),
+                "hold": In(1),
+                "opened": Out(params.jobs),
+                "closed": Out(params.jobs),
                 "control_reset": Out(1),
                 "control_clear": Out(1),
+                "entry_write": Out(1),
                 "count": In(self._count_layout),
             }
         )
@@ -259,9 +284,9 @@ class AxiLiteRegisters(wiring.Component):
         return m
 
     def _fields(self, word: Word) -> list[tuple[Value, Field]]:
-        """The storage of each field of a job's register, and its place in the word."""
+        """The storage of each field of a register that can be written, and its place in the word."""
         register = word.register
-        storage: Any = self.jobs[word.bank][register.key]
+        storage: Any = (self.jobs[word.bank] if register.per_job else self.shared)[register.key]
         found = []
         for entry, field in word.fields(self.params):
             part = storage[entry] if register.entries else storage
@@ -280,7 +305,7 @@ class AxiLiteRegisters(wiring.Component):
             self.s_axil_awready.eq(~have_address),
             self.s_axil_wready.eq(~have_data),
             mask.eq(Cat(strobe[byte].replicate(8) for byte in range(4))),
-            execute.eq(have_address & have_data & ~self.s_axil_bvalid),
+            execute.eq(have_address & have_data & ~self.s_axil_bvalid & ~self.hold),
         ]
         with m.If(self.s_axil_awready):
             m.d.sync += [have_address.eq(self.s_axil_awvalid), address.eq(self.s_axil_awaddr[2:])]
@@ -313,7 +338,11 @@ class AxiLiteRegisters(wiring.Component):
                 self.s_axil_bvalid.eq(1),
                 self.s_axil_bresp.eq(Mux(_or(hits), Response.OKAY, Response.SLVERR)),
             ]
-        m.d.sync += [self.control_reset.eq(commands["reset"]), self.control_clear.eq(commands["clear_counters"])]
+        m.d.sync += [
+            self.control_reset.eq(commands["reset"]),
+            self.control_clear.eq(commands["clear_counters"]),
+            self.entry_write.eq(commands["write"]),
+        ]
         with m.If(commands["reset"]):
             m.d.sync += [job.control[JOB_OPEN.name].eq(0) for job in self.jobs]
 

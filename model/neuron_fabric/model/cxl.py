@@ -24,7 +24,7 @@ from neuron_fabric.model.cxl_map import (
     StatusLine,
 )
 from neuron_fabric.model.params import LINE_BYTES
-from neuron_fabric.model.reducer import JobConfig, SignCountReducer
+from neuron_fabric.model.reducer import JobConfig, check_job
 from neuron_fabric.model.slot import SlotVersion
 from neuron_fabric.model.wire import serial_newer
 
@@ -118,9 +118,7 @@ class CxlJob:
     @property
     def result_planes(self) -> int:
         """Planes of a result."""
-        if self.config.result_format == "majority":
-            return 2
-        return self.config.encoding.tally_bits(len(self.members))
+        return self.config.result_planes
 
 
 class _Bank:
@@ -131,7 +129,8 @@ class _Bank:
         self.job = job
         self.members = frozenset(job.members)
         self.everything = address_map.seen_mask(job.config.encoding.planes, job.lines)
-        self.versions = [SlotVersion.empty(params) for _ in range(2 * params.slots)]
+        self.slots = job.config.slot_count(params)
+        self.versions = [SlotVersion.empty(params) for _ in range(2 * self.slots)]
         for index, state in enumerate(self.versions):
             # As if it held the last chunk before the first one that it may take: newer and older are defined from the
             # start, and a write of a run that ended before this one was opened can claim nothing.
@@ -139,7 +138,10 @@ class _Bank:
             state.chunk = (first - len(self.versions)) % _CHUNKS
 
     def version(self, chunk: int) -> SlotVersion:
-        """Where a chunk is kept; versions of one slot are ``slots`` apart, so low bits of the number are the index."""
+        """Where a chunk is kept; versions of one slot are ``slots`` apart, so low bits of the number are the index.
+
+        Which slots of the pool those are (``config.base``) can be seen nowhere.
+        """
         return self.versions[chunk % len(self.versions)]
 
 
@@ -170,23 +172,19 @@ class CxlReducer:
         """Open a job in its bank, or reopen it with a newer epoch. ``ValueError`` names what does not fit."""
         config = job.config
         where = f"job {config.job}"
-        SignCountReducer(self.params).open(config)  # what that reducer refuses is refused here, in the same words
         if config.parent is not None or config.straggler is not None or config.encoding.leaves != 1:
             raise ValueError(f"{where}: a CXL endpoint has no tree and no straggler rule; use the in-network endpoint")
-        if not 0 <= job.bank < self.map.jobs:
-            raise ValueError(f"{where}: bank {job.bank} is out of range; this endpoint has {self.map.jobs}")
+        if not 0 <= job.bank < self.params.jobs:
+            raise ValueError(f"{where}: bank {job.bank} is out of range; this endpoint has {self.params.jobs}")
         if not 1 <= job.lines <= self.params.lines_per_chunk:
             raise ValueError(f"{where}: lines must be 1 to {self.params.lines_per_chunk}, not {job.lines}")
         if not 0 <= job.first_chunk < _CHUNKS:
             raise ValueError(f"{where}: first_chunk has 32 bits; {job.first_chunk} does not fit")
         for bank, old in self._banks.items():
-            number, epoch = old.job.config.job, old.job.config.epoch
+            number = old.job.config.job
             if (bank == job.bank) != (number == config.job):
                 raise ValueError(f"{where}: bank {bank} is open with job {number}; close that first")
-            if bank == job.bank and config.epoch <= epoch:
-                raise ValueError(
-                    f"{where} is open with epoch {epoch}; reopening needs a higher one, not {config.epoch}"
-                )
+        check_job(config, self.params, [old.job.config for old in self._banks.values()])
         self._banks[job.bank] = _Bank(job, self.map)
 
     def close(self, bank: int) -> None:
@@ -196,6 +194,18 @@ class CxlReducer:
     def reset(self) -> None:
         """Forget every job (rule 6); counters and plain memory stay."""
         self._banks.clear()
+
+    def versions(self, bank: int) -> tuple[SlotVersion, ...]:
+        """What the slot versions of a bank's job hold, by their numbers (chunk mod 2 S); none if it is not open.
+
+        For benches, which look without reading: nothing is counted.
+        """
+        return tuple(self._banks[bank].versions) if bank in self._banks else ()
+
+    @property
+    def incomplete(self) -> int:
+        """Slot versions that hold an incomplete chunk: the level of which ``slot_high_water`` is the maximum."""
+        return sum(state.valid and not state.complete for bank in self._banks.values() for state in bank.versions)
 
     # ---- transactions ------------------------------------------------------------------------------------------
 
@@ -306,10 +316,10 @@ class CxlReducer:
 
     def _status(self, target: StatusLine) -> Status:
         bank = self._banks.get(target.bank)
-        if bank is None:
+        if bank is None or target.slot >= bank.slots:
             return Status()
         job, config = bank.job, bank.job.config
-        state = bank.versions[target.version * self.params.slots + target.slot]
+        state = bank.versions[target.version * bank.slots + target.slot]
         flags = StatusFlags.OPEN
         if state.valid:
             flags |= StatusFlags.CLAIMED

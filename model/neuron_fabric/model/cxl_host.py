@@ -83,6 +83,7 @@ class CxlHost:
         self._chunks: dict[int, _Chunk] = {}
         self._everything = address_map.seen_mask(job.config.encoding.planes, job.lines)
         self._parts = -(-self._everything.bit_length() // SEEN_BITS)
+        self._slots = job.config.slot_count(address_map.params)
 
     # ---- buckets -----------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class CxlHost:
 
     def _may_start(self, chunk: _Chunk) -> bool:
         """Rule 10: the slot is not free before chunk c - S is finished. Then its rewrites are finished, too."""
-        before = self._chunks.get((chunk.number - self.map.params.slots) % _CHUNKS)
+        before = self._chunks.get((chunk.number - self._slots) % _CHUNKS)
         return before is None or before.planes is not None
 
     def _write(self, chunk: _Chunk) -> None:
@@ -172,8 +173,7 @@ class CxlHost:
 
     def _poll(self, chunk: _Chunk) -> bool:
         """Learn from the status what is missing, and whether the chunk is complete."""
-        slots = self.map.params.slots
-        slot, version = chunk.number % slots, chunk.number // slots % 2
+        slot, version = chunk.number % self._slots, chunk.number // self._slots % 2
         reads = self._load([StatusLine(self.job.bank, slot, version, self.worker, k) for k in range(self._parts)])
         seen, complete = 0, True
         for part, read in enumerate(reads):

@@ -36,6 +36,7 @@ __all__ = [
 ADDRESS_BITS = 52
 """A host physical address of CXL.mem has no more."""
 
+_ADDRESSES = 1 << 64
 _CHUNKS = 1 << 32
 
 
@@ -80,7 +81,7 @@ class ResultLine(NamedTuple):
 
 
 class StatusLine(NamedTuple):
-    """Status of a slot version with part ``part`` of the seen bits of ``worker``."""
+    """Status of a slot version with part ``part`` of the seen bits of ``worker``; ``slot`` counts those of the job."""
 
     bank: int
     slot: int
@@ -116,21 +117,18 @@ class CxlMap:
     Parameters
     ----------
     params : ReducerParams
-        With 512 lanes: a memory line is a datapath beat.
-    jobs : int
-        Job banks.
+        With 512 lanes: a memory line is a datapath beat. There is an address field for ``params.jobs`` job banks.
     identity_bytes : int
         Size of the plain memory; a power of two.
     epoch_bits : int
         Low bits of the epoch in an address: so many reopenings must go by before an old address means something again.
     chunk_bits : int
-        Low bits of the chunk number in an address, at least ``log2(8 * slots)``, which 0 stands for. A number is told
-        from older and newer ones within half of that range.
+        Low bits of the chunk number in an address, at least ``log2(8 * params.slots)``, which 0 stands for. A number is
+        told from older and newer ones within half of that range.
     """
 
     params: ReducerParams
-    jobs: int = 1
-    identity_bytes: int = 1 << 20
+    identity_bytes: int = 1 << 16
     epoch_bits: int = 4
     chunk_bits: int = 0
 
@@ -143,7 +141,7 @@ class CxlMap:
         size = operator.index(self.identity_bytes)
         if size < LINE_BYTES or size & (size - 1):
             raise ValueError(f"identity_bytes must be a power of two of at least {LINE_BYTES}, not {size}")
-        for name, low, high in (("jobs", 1, 256), ("epoch_bits", 1, 16), ("chunk_bits", least, 32)):
+        for name, low, high in (("epoch_bits", 1, 16), ("chunk_bits", least, 32)):
             if not low <= operator.index(getattr(self, name)) <= high:
                 raise ValueError(f"{name} must be {low} to {high}, not {getattr(self, name)}")
         if self.address_bits > ADDRESS_BITS:
@@ -159,7 +157,7 @@ class CxlMap:
         """The address fields of every window, from the top down, in the order of the window's line type."""
         params = self.params
         widths = {
-            "bank": _bits(self.jobs),
+            "bank": _bits(params.jobs),
             "worker": _bits(params.workers),
             "epoch": self.epoch_bits,
             "chunk": self.chunk_bits,
@@ -223,10 +221,13 @@ class CxlMap:
     def decode(self, address: int) -> Target | None:
         """What a line's address means; None between the end of a window's fields and the next window.
 
-        ``ValueError`` for an address that is not of a line or not of this device.
+        None above the device, too: the range that a host's decoder gives it may be larger. ``ValueError`` for an
+        address that is not of a line, or has more than 64 bits.
         """
-        if not 0 <= address < self.size or address % LINE_BYTES:
-            raise ValueError(f"address {address:#x} is not that of a {LINE_BYTES}-byte line below {self.size:#x}")
+        if not 0 <= address < _ADDRESSES or address % LINE_BYTES:
+            raise ValueError(f"address {address:#x} is not that of a {LINE_BYTES}-byte line, of 64 bits")
+        if address >= self.size:
+            return None
         window = Window(address >> self.window_bits)
         fields = self.fields[window]
         offset = address & ((1 << self.window_bits) - 1)

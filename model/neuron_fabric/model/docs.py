@@ -2,13 +2,15 @@
 
 In the pages of the folder DOCS a generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the
 folder GENERATED gets the register table for other languages. Tests compare what is committed with what would be
-generated.
+generated. Parts that describe another package are made there, and found by name when a page has one.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from neuron_fabric.model.cxl import counter_table
@@ -25,13 +27,20 @@ def _reasons() -> str:
     return "\n".join(["| code | reason |", "|---|---|", *rows]) + "\n"
 
 
-PARTS = {
+def _configurations() -> str:
+    # The model must not depend on the gateware; only who writes this part needs it.
+    table: Callable[[], str] = importlib.import_module("neuron_fabric.hw.configurations").configuration_table
+    return table()
+
+
+PARTS: dict[str, Callable[[], str]] = {
     "header": header_table,
     "reasons": _reasons,
     "registers": register_table,
     "cxl_addresses": address_table,
     "cxl_status": status_table,
     "cxl_counters": counter_table,
+    "configurations": _configurations,
 }
 _PART = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 

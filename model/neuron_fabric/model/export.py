@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from neuron_fabric.model.params import MAX_JOBS
 from neuron_fabric.model.registers import (
     COUNTER_BASE,
     COUNTERS,
@@ -16,7 +17,6 @@ from neuron_fabric.model.registers import (
     JOB_BASE,
     JOB_STRIDE,
     MAP_VERSION,
-    MAX_JOBS,
     REGISTERS,
     Field,
     Register,

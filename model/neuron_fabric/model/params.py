@@ -5,13 +5,16 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, fields
 
-__all__ = ["LINE_BYTES", "MAX_LINES", "ReducerParams"]
+__all__ = ["LINE_BYTES", "MAX_JOBS", "MAX_LINES", "ReducerParams"]
 
 LINE_BYTES = 64
 """Bytes of a line on the wire and in CXL memory, whatever the datapath's width."""
 
 MAX_LINES = 255
 """The wire header gives a chunk's line count one byte."""
+
+MAX_JOBS = 255
+"""CAPABILITY2 gives the number of job banks one byte."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,16 @@ class ReducerParams:
     lines_per_chunk : int
         K, the most lines a chunk may have, per plane (1 to 255).
     slots : int
-        S, chunks in flight; a power of two, so that ``slot = chunk mod S`` is a bit field. Each has two versions.
+        Chunks in flight, those of all jobs together; a power of two. Each has two versions. A job has a range of them
+        whose length S is a power of two, so that ``slot = chunk mod S`` is a bit field.
     workers : int
         N, the most members of a job (1 to 64; the seen bits are one word).
     acc_bits : int
         A, bits of one exact tally (two's complement where the encoding is signed).
     max_planes : int
         The most planes of an encoding.
+    jobs : int
+        Job banks: the most jobs that are open at once (1 to 255).
     """
 
     lanes: int = 512
@@ -41,6 +47,7 @@ class ReducerParams:
     workers: int = 16
     acc_bits: int = 6
     max_planes: int = 2
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -56,6 +63,7 @@ class ReducerParams:
         self._check(1 <= self.workers <= 64, "workers", "1 to 64")
         self._check(1 <= self.acc_bits <= 32, "acc_bits", "1 to 32")
         self._check(1 <= self.max_planes <= 32, "max_planes", "1 to 32")
+        self._check(1 <= self.jobs <= MAX_JOBS, "jobs", f"1 to {MAX_JOBS}")
 
     def _check(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
@@ -71,10 +79,15 @@ class ReducerParams:
         """Elements of a full chunk."""
         return self.lanes * self.lines_per_chunk
 
+    @property
+    def max_shift(self) -> int:
+        """The greatest shift of a weight: as many planes as an encoding may have are enough to reach it."""
+        return min(self.max_planes, self.acc_bits) - 1
+
     def slot_of(self, chunk: int) -> int:
-        """The slot of a chunk number."""
+        """The slot of a chunk number, in a job that has all slots."""
         return chunk % self.slots
 
     def version_of(self, chunk: int) -> int:
-        """The version, 0 or 1, of a chunk number."""
+        """The version, 0 or 1, of a chunk number, in a job that has all slots."""
         return (chunk // self.slots) % 2

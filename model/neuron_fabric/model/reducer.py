@@ -28,7 +28,7 @@ from neuron_fabric.model.wire import (
     serial_newer,
 )
 
-__all__ = ["BITMAP_BYTES", "JobConfig", "Outgoing", "Parent", "SignCountReducer", "Straggler"]
+__all__ = ["BITMAP_BYTES", "JobConfig", "Outgoing", "Parent", "SignCountReducer", "Straggler", "check_job"]
 
 ResultFormat = Literal["tally", "majority"]
 
@@ -37,6 +37,9 @@ BITMAP_BYTES = 64
 
 _TO_PARENT = -1
 """Key of the pending bit that stands for the parent reducer."""
+
+_MAX_TIMEOUT = (1 << 32) - 1
+"""JOB_TIMEOUT is one register."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Complete a chunk ``timeout`` ticks after it was claimed, if at least ``quorum`` workers voted."""
+    """Complete a chunk ``timeout`` ticks (1 to 2**32 - 1) after it was claimed, if there are ``quorum`` voters."""
 
     timeout: int
     quorum: int
@@ -81,6 +84,11 @@ class JobConfig:
         Makes this reducer a child: its tallies go up, what the parent answers is relayed down.
     multicast : bool
         One result addressed to all, or one result per member.
+    base : int
+        The first of the reducer's slots that the job has, a multiple of their number.
+    slots : int, optional
+        Their number S, a power of two; by default all. A chunk's slot is ``base + chunk mod S``, its version
+        ``(chunk div S) mod 2``.
     """
 
     job: int
@@ -92,11 +100,26 @@ class JobConfig:
     straggler: Straggler | None = None
     parent: Parent | None = None
     multicast: bool = True
+    base: int = 0
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         # A one-shot iterable would be empty the second time it is looked at.
         members = dict(self.members) if isinstance(self.members, Mapping) else tuple(self.members)
         object.__setattr__(self, "members", members)
+
+    def slot_count(self, params: ReducerParams) -> int:
+        """S, the number of slots that the job has in a reducer of these sizes."""
+        return params.slots if self.slots is None else self.slots
+
+    @property
+    def result_planes(self) -> int:
+        """Planes of a result; of what goes up, in a child."""
+        if self.result_format == "majority":
+            return 2
+        if self.parent is not None:
+            return self.encoding.tally_bits(-(-self.parent.leaves // self.encoding.leaves))
+        return self.encoding.tally_bits(len(tuple(self.members)))
 
 
 @dataclass(frozen=True)
@@ -128,66 +151,144 @@ class _SlotVersion(SlotVersion):
 
 
 class _Job:
-    """An open job: its checked configuration and its slots."""
+    """An open job and its slots."""
 
     def __init__(self, config: JobConfig, params: ReducerParams) -> None:
         self.config = config
         self.members: dict[int, Hashable | None] = (
             dict(config.members) if isinstance(config.members, Mapping) else dict.fromkeys(config.members)
         )
-        self._check(params)
         self.all_planes = (1 << config.encoding.planes) - 1
-        self.slots = [[_SlotVersion.empty(params) for _version in range(2)] for _slot in range(params.slots)]
+        count = config.slot_count(params)
+        self.slots = [[_SlotVersion.empty(params) for _version in range(2)] for _slot in range(count)]
 
-    def _check(self, params: ReducerParams) -> None:
-        config, encoding = self.config, self.config.encoding
-        where = f"job {config.job}"
-        for name in ("job", "epoch"):
-            if not 0 <= operator.index(getattr(config, name)) <= 0xFFFF:
-                raise ValueError(f"{where}: {name} has 16 bits; {getattr(config, name)} does not fit")
-        if not self.members:
-            raise ValueError(f"{where}: no members")
-        bad = [worker for worker in self.members if not 0 <= operator.index(worker) < params.workers]
-        if bad:
-            raise ValueError(f"{where}: worker {bad[0]} is out of range; this reducer has {params.workers} workers")
-        if encoding.planes > params.max_planes:
-            raise ValueError(
-                f"{where}: encoding {encoding.name!r} has {encoding.planes} planes; this reducer takes "
-                f"{params.max_planes}"
-            )
-        encoding.check_fits(len(self.members), params.acc_bits)
-        if config.result_format not in ("tally", "majority"):
-            raise ValueError(f"{where}: result format is tally or majority, not {config.result_format!r}")
-        if config.margin < 0:
-            raise ValueError(f"{where}: margin must not be negative, but is {config.margin}")
-        if config.parent is not None and config.result_format != "tally":
-            raise ValueError(f"{where}: a child reducer sends tallies; only the root can decide a majority")
-        if config.parent is not None and config.parent.leaves < len(self.members) * encoding.leaves:
-            raise ValueError(
-                f"{where}: {len(self.members) * encoding.leaves} workers are below this reducer, more than the "
-                f"{config.parent.leaves} that its parent was told"
-            )
-        if self.result_planes > params.acc_bits and config.result_format == "tally":
-            raise ValueError(
-                f"{where}: a result takes {self.result_planes} planes; the accumulator has {params.acc_bits} bits"
-            )
-        if config.straggler is not None:
-            if encoding.planes != 1:
-                raise ValueError(f"{where}: the straggler rule needs a one-plane encoding, not {encoding.name!r}")
-            if config.parent is not None:
-                raise ValueError(f"{where}: the straggler rule is for reducers without a parent")
-            if not 1 <= config.straggler.quorum <= len(self.members) or config.straggler.timeout < 1:
-                raise ValueError(f"{where}: quorum must be 1 to {len(self.members)} and timeout at least 1")
+    def place(self, chunk: int) -> tuple[int, int]:
+        """A chunk's slot, counted from the job's first one, and its version."""
+        return chunk % len(self.slots), chunk // len(self.slots) % 2
+
+    def state(self, chunk: int) -> _SlotVersion:
+        """Where a chunk is kept."""
+        slot, version = self.place(chunk)
+        return self.slots[slot][version]
 
     @property
-    def result_planes(self) -> int:
-        """Planes of a result; of what goes up, in a child."""
-        config = self.config
-        if config.result_format == "majority":
-            return 2
+    def incomplete(self) -> int:
+        """Slot versions that hold an incomplete chunk."""
+        return sum(state.valid and not state.complete for versions in self.slots for state in versions)
+
+
+def check_job(config: JobConfig, params: ReducerParams, beside: Iterable[JobConfig] = ()) -> None:
+    """Whether a reducer of these sizes can run a job beside the open ones, whatever endpoint is around it.
+
+    A job in ``beside`` of the same number is the one that is reopened.
+
+    Raises
+    ------
+    ValueError
+        Names what does not fit.
+    """
+    _check_alone(config, params)
+    where = f"job {config.job}"
+    others = []
+    for other in beside:
+        if other.job != config.job:
+            others.append(other)
+        elif config.epoch <= other.epoch:
+            raise ValueError(
+                f"{where} is open with epoch {other.epoch}; reopening needs a higher one, not {config.epoch}"
+            )
+    if len(others) >= params.jobs:
+        raise ValueError(f"{where}: {len(others)} jobs are open; this reducer has {params.jobs} job banks")
+    mine = range(config.base, config.base + config.slot_count(params))
+    for other in others:
+        theirs = range(other.base, other.base + other.slot_count(params))
+        if mine.start < theirs.stop and theirs.start < mine.stop:
+            raise ValueError(
+                f"{where}: slots {mine.start} to {mine.stop - 1} overlap slots {theirs.start} to {theirs.stop - 1} of "
+                f"job {other.job}"
+            )
+        if config.parent is not None and other.parent is not None and config.parent.job == other.parent.job:
+            raise ValueError(
+                f"{where}: job {other.job} is a child of the parent's job {config.parent.job}, too, and what that "
+                "answers could not be told apart"
+            )
+
+
+def _check_alone(config: JobConfig, params: ReducerParams) -> None:
+    encoding = config.encoding
+    where = f"job {config.job}"
+    for name in ("job", "epoch"):
+        _check_bits(where, name, getattr(config, name))
+    members = [operator.index(worker) for worker in config.members]
+    if not members:
+        raise ValueError(f"{where}: no members")
+    for worker in members:
+        if not 0 <= worker < params.workers:
+            raise ValueError(f"{where}: worker {worker} is out of range; this reducer has {params.workers} workers")
+    if len(set(members)) != len(members):
+        raise ValueError(f"{where}: a worker is listed twice in {members}")
+    if encoding.planes > params.max_planes:
+        raise ValueError(
+            f"{where}: encoding {encoding.name!r} has {encoding.planes} planes; this reducer takes {params.max_planes}"
+        )
+    for plane, weight in enumerate(encoding.weights):
+        if encoding.shift(plane) > params.max_shift:
+            raise ValueError(
+                f"{where}: encoding {encoding.name!r} has weight {weight} in plane {plane}; the greatest that this "
+                f"reducer takes is {1 << params.max_shift}"
+            )
+    encoding.check_fits(len(members), params.acc_bits)
+    _check_bits(where, "the number of leaves", len(members) * encoding.leaves)
+    if config.result_format not in ("tally", "majority"):
+        raise ValueError(f"{where}: result format is tally or majority, not {config.result_format!r}")
+    greatest = (1 << min(params.acc_bits, 16)) - 1
+    if not 0 <= operator.index(config.margin) <= greatest:
+        raise ValueError(f"{where}: margin must be 0 to {greatest}, not {config.margin}")
+    _check_slots(where, config.base, config.slot_count(params), params)
+    if config.parent is not None:
+        _check_parent(where, config, config.parent, len(members))
+    if config.result_planes > params.acc_bits and config.result_format == "tally":
+        raise ValueError(
+            f"{where}: a result takes {config.result_planes} planes; the accumulator has {params.acc_bits} bits"
+        )
+    if config.straggler is not None:
+        if encoding.planes != 1:
+            raise ValueError(f"{where}: the straggler rule needs a one-plane encoding, not {encoding.name!r}")
         if config.parent is not None:
-            return config.encoding.tally_bits(-(-config.parent.leaves // config.encoding.leaves))
-        return config.encoding.tally_bits(len(self.members))
+            raise ValueError(f"{where}: the straggler rule is for reducers without a parent")
+        if not 1 <= operator.index(config.straggler.quorum) <= len(members):
+            raise ValueError(f"{where}: quorum must be 1 to {len(members)}, not {config.straggler.quorum}")
+        if not 1 <= operator.index(config.straggler.timeout) <= _MAX_TIMEOUT:
+            raise ValueError(f"{where}: timeout must be 1 to {_MAX_TIMEOUT} ticks, not {config.straggler.timeout}")
+
+
+def _check_bits(where: str, name: str, value: int) -> None:
+    if not 0 <= operator.index(value) <= 0xFFFF:
+        raise ValueError(f"{where}: {name} has 16 bits; {value} does not fit")
+
+
+def _check_slots(where: str, base: int, count: int, params: ReducerParams) -> None:
+    if operator.index(count) < 1 or count & (count - 1):
+        raise ValueError(f"{where}: slots must be a power of two, not {count}")
+    if not 0 <= operator.index(base) <= params.slots - count or base % count:
+        raise ValueError(
+            f"{where}: {count} slots from slot {base} on are not among the {params.slots} of this reducer, or do not "
+            "begin at a multiple of their number"
+        )
+
+
+def _check_parent(where: str, config: JobConfig, parent: Parent, members: int) -> None:
+    for name in ("job", "epoch", "worker"):
+        _check_bits(where, f"the parent's {name}", getattr(parent, name))
+    if parent.worker == DESTINATION_ALL:
+        raise ValueError(f"{where}: worker {parent.worker:#x} of the parent stands for all")
+    if config.result_format != "tally":
+        raise ValueError(f"{where}: a child reducer sends tallies; only the root can decide a majority")
+    leaves = members * config.encoding.leaves
+    if parent.leaves < leaves:
+        raise ValueError(
+            f"{where}: {leaves} workers are below this reducer, more than the {parent.leaves} that its parent was told"
+        )
 
 
 class SignCountReducer:
@@ -196,7 +297,7 @@ class SignCountReducer:
     Parameters
     ----------
     params : ReducerParams
-        Sizes; ``params.slots`` slots for every job.
+        Sizes; the open jobs share ``params.slots`` slots.
     nack_queue : int
         NACKs waiting to be sent; further ones are dropped and counted.
     relay_queue : int
@@ -206,7 +307,8 @@ class SignCountReducer:
     Attributes
     ----------
     counters : collections.Counter
-        By the names of the register table.
+        By the names of the register table. ``slot_high_water`` is a maximum: the most slot versions that held an
+        incomplete chunk after a frame; :meth:`clear_counters` keeps it right.
     """
 
     def __init__(self, params: ReducerParams, *, nack_queue: int = 16, relay_queue: int = 64) -> None:
@@ -219,32 +321,35 @@ class SignCountReducer:
         self._relay_queue = relay_queue
         self._due: dict[tuple[int, int, int], None] = {}  # (job, slot, version) with pending results, oldest first
         self._now = 0
+        self._level = 0  # slot versions that hold an incomplete chunk
 
     # ---- control -----------------------------------------------------------------------------------------------
 
     def open(self, config: JobConfig) -> None:
-        """Open a job, or reopen it with a newer epoch. ``ValueError`` names what does not fit."""
-        job = _Job(config, self.params)
-        old = self._jobs.get(config.job)
-        if old is not None and config.epoch <= old.config.epoch:
-            raise ValueError(
-                f"job {config.job} is open with epoch {old.config.epoch}; reopening needs a higher one, not "
-                f"{config.epoch}"
-            )
+        """Open a job, or reopen it with a newer epoch. ``ValueError`` names what does not fit: :func:`check_job`."""
+        check_job(config, self.params, (job.config for job in self._jobs.values()))
         self.close(config.job)
-        self._jobs[config.job] = job
+        self._jobs[config.job] = _Job(config, self.params)
 
     def close(self, job: int) -> None:
         """Forget a job and free its slots (rule 6). Closing a job that is not open does nothing."""
-        self._jobs.pop(job, None)
+        closed = self._jobs.pop(job, None)
+        if closed is not None:
+            self._level -= closed.incomplete
         self._due = {key: None for key in self._due if key[0] != job}
 
     def reset(self) -> None:
         """Forget everything but the counters (rule 6)."""
+        self._level = 0
         self._jobs.clear()
         self._due.clear()
         self._nacks.clear()
         self._relays.clear()
+
+    def clear_counters(self) -> None:
+        """Set all counters to 0, and ``slot_high_water`` to what is held now."""
+        self.counters.clear()
+        self._note_level()
 
     # ---- input -------------------------------------------------------------------------------------------------
 
@@ -271,20 +376,19 @@ class SignCountReducer:
         if reason is not Reason.NONE:
             return self._refuse(header, reason, sender)
         if header.type is FrameType.RESULT:
-            for child in self._children(header):
+            child = self._child(header)
+            if child is not None:
                 self._relay(child, header, bytes(payload[HEADER_BYTES:]))
             return Reason.NONE
         return self._contribute(self._jobs[header.job], header, payload, sender)
 
-    def _children(self, header: Header) -> list[_Job]:
-        """The jobs that are members of the job that a parent's RESULT names, and that it is meant for."""
-        return [
-            job
-            for job in self._jobs.values()
-            if job.config.parent is not None
-            and job.config.parent.job == header.job
-            and header.worker in (job.config.parent.worker, DESTINATION_ALL)
-        ]
+    def _child(self, header: Header) -> _Job | None:
+        """The job that is a member of the job that a parent's RESULT names, if the result is meant for it."""
+        for job in self._jobs.values():
+            parent = job.config.parent
+            if parent is not None and parent.job == header.job and header.worker in (parent.worker, DESTINATION_ALL):
+                return job
+        return None
 
     def _validate(self, header: Header, body: int, sender: Hashable | None) -> Reason:
         """Rule 1; the first failing check counts."""
@@ -316,12 +420,13 @@ class SignCountReducer:
         bitmap = BITMAP_BYTES if header.flags & Flags.PARTIAL else 0
         if body != header.lines * self.params.line_bytes + bitmap:
             return Reason.BAD_LENGTH
-        parents = [job.config.parent for job in self._children(header) if job.config.parent is not None]
-        if not parents:
+        child = self._child(header)
+        parent = None if child is None else child.config.parent
+        if parent is None:
             return Reason.JOB_NOT_OPEN
-        if any(header.epoch != parent.epoch for parent in parents):
+        if header.epoch != parent.epoch:
             return Reason.WRONG_EPOCH
-        if any(sender != parent.address for parent in parents):
+        if sender != parent.address:
             return Reason.WRONG_SENDER
         return Reason.NONE
 
@@ -357,8 +462,7 @@ class SignCountReducer:
     def _contribute(
         self, job: _Job, header: Header, payload: bytes | bytearray | memoryview, sender: Hashable | None
     ) -> Reason:
-        slot, version = self.params.slot_of(header.chunk), self.params.version_of(header.chunk)
-        state = job.slots[slot][version]
+        state = job.state(header.chunk)
         worker = header.worker
         abstain = header.type is FrameType.ABSTAIN
         planes = job.all_planes if abstain else 1 << header.plane
@@ -369,8 +473,9 @@ class SignCountReducer:
             if not state.complete:
                 self.counters["abandoned"] += 1
         if not state.valid or header.chunk != state.chunk:
+            self._level += not state.valid or state.complete
             self._claim(job, state, header)
-            self._due.pop((header.job, slot, version), None)
+            self._due.pop((header.job, *job.place(header.chunk)), None)
 
         if header.lines != state.lines:
             return self._refuse(header, Reason.LINES_DIFFER, sender)
@@ -392,6 +497,7 @@ class SignCountReducer:
             self._accumulate(job, state, header, payload)
         state.seen[worker] = seen | planes
         self._complete_if(job, state, header)
+        self._note_level()
         return Reason.NONE
 
     def _claim(self, job: _Job, state: _SlotVersion, header: Header) -> None:
@@ -421,12 +527,17 @@ class SignCountReducer:
         else:
             destinations = (DESTINATION_ALL,) if job.config.multicast else job.members
         state.pending.update(dict.fromkeys(destinations))
-        self._due[number, self.params.slot_of(state.chunk), self.params.version_of(state.chunk)] = None
+        self._level -= 1
+        self._due[number, *job.place(state.chunk)] = None
 
     def _due_to(self, state: _SlotVersion, header: Header, destination: int) -> None:
         if DESTINATION_ALL not in state.pending:
             state.pending[destination] = None
-            self._due[header.job, self.params.slot_of(state.chunk), self.params.version_of(state.chunk)] = None
+            self._due[header.job, *self._jobs[header.job].place(state.chunk)] = None
+
+    def _note_level(self) -> None:
+        if self._level:
+            self.counters["slot_high_water"] = max(self.counters["slot_high_water"], self._level)
 
     # ---- time --------------------------------------------------------------------------------------------------
 
@@ -479,7 +590,7 @@ class SignCountReducer:
             flags |= Flags.MAJORITY
             planes: bitplane.Words | tuple[bitplane.Words, ...] = state.majority_planes(config.encoding, config.margin)
         else:
-            planes = state.tally_planes(job.result_planes)
+            planes = state.tally_planes(config.result_planes)
         tail = b""
         if state.partial:
             flags |= Flags.PARTIAL
@@ -510,7 +621,7 @@ class SignCountReducer:
         parent = job.config.parent
         if parent is None:
             raise RuntimeError(f"job {job.config.job} has no parent")
-        planes = job.result_planes
+        planes = job.config.result_planes
         kind = FrameType.CONTRIBUTE if state.voters else FrameType.ABSTAIN
         for index in range(planes if state.voters else 1):
             header = Header(

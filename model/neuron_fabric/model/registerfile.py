@@ -6,6 +6,7 @@ import enum
 import operator
 from collections import Counter
 
+from neuron_fabric.model.net import Endpoint
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.registers import (
     COUNTERS,
@@ -33,18 +34,20 @@ class Response(enum.IntEnum):
 
 
 class RegisterFile:
-    """The registers of a reducer of these sizes, and its counters.
+    """The registers of a reducer of these sizes, its counters and its address table.
 
     Parameters
     ----------
     params : ReducerParams
-    jobs : int
-        Job banks, 1 to 255.
+        There is a bank for each of ``params.jobs``.
 
     Attributes
     ----------
     commands : collections.Counter
         How often each field of a command register was written with a 1, by the field's name.
+    addresses : dict
+        What ENTRY_WRITE has stored: (bank, worker) to :class:`~neuron_fabric.model.net.Endpoint`. The parent of a job
+        is worker None.
 
     Raises
     ------
@@ -52,14 +55,14 @@ class RegisterFile:
         A size doesn't fit the capability registers.
     """
 
-    def __init__(self, params: ReducerParams, jobs: int = 1) -> None:
+    def __init__(self, params: ReducerParams) -> None:
         self.params = params
-        self.jobs = jobs
         self.commands: Counter[str] = Counter()
-        self._limit = 1 << address_bits(jobs)
-        self._words = {word.address: word for word in words(jobs)}
+        self.addresses: dict[tuple[int, int | None], Endpoint] = {}
+        self._limit = 1 << address_bits(params.jobs)
+        self._words = {word.address: word for word in words(params.jobs)}
         self._writable = {word.name: word.writable(params) for word in self._words.values()}
-        self._values = dict.fromkeys(self._writable, 0) | capability_values(params, jobs)
+        self._values = dict.fromkeys(self._writable, 0) | capability_values(params)
         self._counter_names = {name for name, _ in COUNTERS}
 
     def read(self, address: int) -> tuple[int, Response]:
@@ -74,7 +77,8 @@ class RegisterFile:
         """Write those bytes of a word whose bit in ``strobe`` is set.
 
         CONTROL.reset closes every job (``open`` is 0 then, all else stays), CONTROL.clear_counters calls
-        :meth:`clear`. ``ValueError`` if an argument has more bits than the slave's port.
+        :meth:`clear`, ENTRY_WRITE.write stores in :attr:`addresses`. ``ValueError`` if an argument has more bits than
+        the slave's port.
         """
         if not 0 <= operator.index(data) < 1 << 32:
             raise ValueError(f"data has 32 bits; {data:#x} does not fit")
@@ -108,6 +112,14 @@ class RegisterFile:
         for name, _ in COUNTERS:
             self._values[f"COUNT_{name.upper()}"] = 0
 
+    def endpoint(self, name: str) -> Endpoint:
+        """The address in the registers of that prefix: LOCAL, GROUP, LISTEN or ENTRY."""
+        return Endpoint(
+            self._values[f"{name}_MAC_HI"] << 32 | self._values[f"{name}_MAC_LO"],
+            self._values[f"{name}_IP"],
+            self.field(f"{name}_PORT", "port"),
+        )
+
     def field(self, name: str, field: str, entry: int = 0) -> int:
         """The value of a field, e.g. ``field("JOB0_CONTROL", "open")`` or ``field("JOB0_WEIGHTS", "shift", plane)``.
 
@@ -129,7 +141,11 @@ class RegisterFile:
         issued = [field.name for _entry, field in word.fields(self.params) if bits & field.mask]
         self.commands.update(issued)
         if "reset" in issued:
-            for bank in range(self.jobs):
+            for bank in range(self.params.jobs):
                 self._values[f"JOB{bank}_CONTROL"] &= ~JOB_OPEN.mask
         if "clear_counters" in issued:
             self.clear()
+        if "write" in issued:
+            bank, worker, parent = (self.field("ENTRY_SELECT", name) for name in ("bank", "worker", "parent"))
+            if bank < self.params.jobs and (parent or worker < self.params.workers):
+                self.addresses[bank, None if parent else worker] = self.endpoint("ENTRY")

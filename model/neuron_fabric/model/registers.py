@@ -1,7 +1,7 @@
 """The register table: every register of the reducer, declared once, as data.
 
 Addresses are byte offsets in an AXI4-Lite space of 32-bit registers. Counters hold their greatest value instead of
-wrapping. The golden model counts under the names in :data:`COUNTERS`. Everything that can be written is 0 after reset.
+wrapping. The golden models count under the names in :data:`COUNTERS`. Everything that can be written is 0 after reset.
 
 The gateware's slave, the model of it, the C header, the JSON file and the documentation page are made from this table.
 """
@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from neuron_fabric.model.cxl import CXL_COUNTERS
 from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.net import Drop
-from neuron_fabric.model.params import ReducerParams
+from neuron_fabric.model.params import MAX_JOBS, ReducerParams
 from neuron_fabric.model.wire import VERSION, Reason
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "JOB_STRIDE",
     "MAP_VERSION",
     "MAXIMA",
-    "MAX_JOBS",
     "REGISTERS",
     "Access",
     "Field",
@@ -38,6 +38,7 @@ __all__ = [
     "capability_values",
     "encoding_values",
     "expand",
+    "pack",
     "register_table",
     "words",
 ]
@@ -45,8 +46,6 @@ __all__ = [
 COUNTER_BASE = 0x100
 JOB_BASE = 0x400
 JOB_STRIDE = 0x80
-MAX_JOBS = 255
-"""CAPABILITY2 gives the number of job banks one byte."""
 DEVICE_ID = 0x4E465231  # "NFR1"
 MAP_VERSION = 1
 
@@ -176,7 +175,7 @@ def _word(name: str, doc: str) -> tuple[Field, ...]:
     return (Field(name, 0, 32, doc),)
 
 
-COUNTERS: tuple[tuple[str, str], ...] = (
+_NETWORK_COUNTERS: tuple[tuple[str, str], ...] = (
     ("frames", "frames received"),
     ("lines", "payload lines added to a tally"),
     ("completed", "chunks completed"),
@@ -202,7 +201,12 @@ COUNTERS: tuple[tuple[str, str], ...] = (
     ("stall_out", "cycles in which an output beat was offered and not taken"),
     ("busy", "cycles in which a line was accumulated"),
     ("cycles", "clock cycles"),
-    ("slot_high_water", "most slots that were in use at once"),
+    ("slot_high_water", "most slot versions that held an incomplete chunk at once"),
+)
+
+COUNTERS: tuple[tuple[str, str], ...] = (
+    *_NETWORK_COUNTERS,
+    *((name, f"CXL: {doc}") for name, doc in CXL_COUNTERS if name not in dict(_NETWORK_COUNTERS)),
 )
 """(name, meaning) of every counter, in the order of their addresses."""
 
@@ -211,6 +215,18 @@ MAXIMA = frozenset({"slot_high_water"})
 
 JOB_OPEN = Field("open", 0, 1, "1 while the job is open; writing 0 frees its slots")
 """Cleared by CONTROL.reset."""
+
+
+def _endpoint(prefix: str, base: int, doc: str, *flags: Field) -> tuple[Register, ...]:
+    """An Ethernet, IPv4 and UDP address in four registers; ``flags`` are further fields of the last one."""
+    lo, hi = "MAC address, low 32 bits", "MAC address, high 16 bits; the first on the wire is the highest"
+    return (
+        Register(f"{prefix}_MAC_LO", base, Access.RW, f"{doc}: {lo}", _word("mac", lo)),
+        Register(f"{prefix}_MAC_HI", base + 4, Access.RW, f"{doc}: {hi}", (Field("mac", 0, 16, hi),)),
+        Register(f"{prefix}_IP", base + 8, Access.RW, f"{doc}: IPv4 address", _word("ip", "IPv4 address")),
+        Register(f"{prefix}_PORT", base + 12, Access.RW, f"{doc}: UDP port", (Field("port", 0, 16, "port"), *flags)),
+    )
+
 
 REGISTERS: tuple[Register, ...] = (
     Register(
@@ -262,6 +278,38 @@ REGISTERS: tuple[Register, ...] = (
             Field("reset", 0, 1, "close every job and forget every slot; counters stay"),
             Field("clear_counters", 1, 1, "set all counters to 0"),
         ),
+    ),
+    *_endpoint("LOCAL", 0x020, "this endpoint"),
+    *_endpoint(
+        "GROUP",
+        0x030,
+        "group to which results for all are sent",
+        Field("enable", 16, 1, "there is a group; else such a result is sent to each member"),
+    ),
+    *_endpoint(
+        "LISTEN",
+        0x040,
+        "group whose frames are taken, too",
+        Field("enable", 16, 1, "there is one: for a child the group of its parent"),
+    ),
+    *_endpoint("ENTRY", 0x050, "next entry of the address table"),
+    Register(
+        "ENTRY_SELECT",
+        0x060,
+        Access.RW,
+        "whose address that is",
+        (
+            Field("worker", 0, 16, "worker"),
+            Field("bank", 16, 8, "job bank"),
+            Field("parent", 24, 1, "the parent of the job instead of a worker"),
+        ),
+    ),
+    Register(
+        "ENTRY_WRITE",
+        0x064,
+        Access.COMMAND,
+        "writing 1 stores the entry; one that this reducer hasn't is ignored",
+        (Field("write", 0, 1, "store ENTRY_MAC, ENTRY_IP and ENTRY_PORT at ENTRY_SELECT"),),
     ),
     *(
         Register(
@@ -358,6 +406,15 @@ REGISTERS: tuple[Register, ...] = (
         (Field("worker", 0, 16, "worker"),),
         per_job=True,
     ),
+    Register("JOB_LINES", 0x54, Access.RW, "CXL: lines of a chunk", (Field("lines", 0, 8, "lines"),), per_job=True),
+    Register(
+        "JOB_FIRST_CHUNK",
+        0x58,
+        Access.RW,
+        "CXL: the chunk number with which hosts begin",
+        _word("chunk", "number"),
+        per_job=True,
+    ),
 )
 _BY_NAME = {register.name: register for register in REGISTERS}
 
@@ -388,24 +445,27 @@ def address_bits(jobs: int = 1) -> int:
     return (JOB_BASE + JOB_STRIDE * jobs - 1).bit_length()
 
 
-def capability_values(params: ReducerParams, jobs: int = 1) -> dict[str, int]:
+def capability_values(params: ReducerParams) -> dict[str, int]:
     """Values of the read-only registers of a reducer of these sizes. ``ValueError`` names a size that does not fit."""
     fields = {
         "ID": {"id": DEVICE_ID},
         "VERSION": {"map": MAP_VERSION, "protocol": VERSION},
         "CAPABILITY0": {"lanes": params.lanes, "lines": params.lines_per_chunk, "acc_bits": params.acc_bits},
         "CAPABILITY1": {"slots": params.slots, "workers": params.workers},
-        "CAPABILITY2": {"max_planes": params.max_planes, "tally": 1, "majority": 1, "jobs": jobs},
+        "CAPABILITY2": {"max_planes": params.max_planes, "tally": 1, "majority": 1, "jobs": params.jobs},
     }
-    return {name: _BY_NAME[name].pack(**values) for name, values in fields.items()}
+    return {name: pack(name, **values) for name, values in fields.items()}
 
 
 def encoding_values(encoding: Encoding) -> dict[str, int]:
     """What a controller writes to a job's bank for an encoding: JOB_ENCODING and JOB_WEIGHTS0 to 7."""
     weights = _BY_NAME["JOB_WEIGHTS"]
     values = {
-        "JOB_ENCODING": _BY_NAME["JOB_ENCODING"].pack(
-            planes=encoding.planes, counts_negatives=int(encoding.counts_negatives), leaves=encoding.leaves
+        "JOB_ENCODING": pack(
+            "JOB_ENCODING",
+            planes=encoding.planes,
+            counts_negatives=int(encoding.counts_negatives),
+            leaves=encoding.leaves,
         )
     }
     for index in range(weights.count):
@@ -416,6 +476,11 @@ def encoding_values(encoding: Encoding) -> dict[str, int]:
             for k, plane in enumerate(planes)
         )
     return values
+
+
+def pack(name: str, **values: int) -> int:
+    """:meth:`Register.pack` of the register of this name; ``KeyError`` if there is none."""
+    return _BY_NAME[name].pack(**values)
 
 
 def register_table() -> str:

@@ -138,7 +138,7 @@ class GoldenWorker:
         for chunk in self._chunks.values():
             if chunk.done or (chunk.sent and not again):
                 continue
-            before = self._chunks.get((chunk.number - self.params.slots) % _CHUNKS)
+            before = self._chunks.get((chunk.number - self.config.slot_count(self.params)) % _CHUNKS)
             if before is not None and not before.done:
                 continue  # rule 10: the slot is not free before c - S is finished
             chunk.sent = True

@@ -22,6 +22,9 @@ from neuron_fabric.runtime.transports.collective import Collective
 
 __all__ = ["Golden"]
 
+_SLOTS = 8
+"""Slots of each job, that is, chunks in flight."""
+
 
 class Golden(Collective):
     """The golden model in process."""
@@ -32,13 +35,20 @@ class Golden(Collective):
     def attach(self, group: dist.ProcessGroup, own_group: dist.ProcessGroup | None) -> None:
         """Bind, and build this rank's reducer."""
         super().attach(group, own_group)
-        self.params = ReducerParams(workers=self.world, acc_bits=max(2, BINARY.tally_bits(self.world)))
+        # Tallies, and majorities with a margin of 0 to N: a greater one does the same as N.
+        jobs = self.world + 2
+        self.params = ReducerParams(
+            workers=self.world,
+            acc_bits=max(2, BINARY.tally_bits(self.world)),
+            slots=_SLOTS << (jobs - 1).bit_length(),
+            jobs=jobs,
+        )
         self.reducer = SignCountReducer(self.params)
         self._jobs: dict[tuple[bool, int], list[GoldenWorker]] = {}
 
     def _workers(self, majority: bool, margin: int) -> list[GoldenWorker]:
         """The workers of the job for one result format, which is opened when it is first needed."""
-        key = majority, margin if majority else 0
+        key = majority, min(margin, self.world) if majority else 0
         if key not in self._jobs:
             config = JobConfig(
                 job=len(self._jobs),
@@ -47,6 +57,8 @@ class Golden(Collective):
                 encoding=BINARY,
                 result_format="majority" if majority else "tally",
                 margin=key[1],
+                base=_SLOTS * len(self._jobs),
+                slots=_SLOTS,
             )
             self.reducer.open(config)
             planes = result_planes(majority, self.world)
