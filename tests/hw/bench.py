@@ -14,9 +14,10 @@ from amaranth.hdl import Value
 from amaranth.lib import data
 from amaranth.sim import Simulator
 
-from neuron_fabric.hw import EVENTS, ReducerCore, ResultFormat, make_config
+from neuron_fabric.hw import EVENTS, ReducerCore, make_config
 from neuron_fabric.hw.layout import contribution_layout, result_layout
 from neuron_fabric.model import Encoding, ReducerParams
+from neuron_fabric.model.reducer import JobConfig
 
 from .reference import ALL, Frame, NaiveReducer, Result
 
@@ -75,7 +76,14 @@ def unpack(layout: data.StructLayout, bits: int) -> dict[str, int]:
 
 def beats(params: ReducerParams, frame: Frame) -> list[dict[str, int]]:
     """A frame as the beats of the contribution stream."""
-    common = {"worker": frame.worker, "chunk": frame.chunk, "plane": frame.plane, "lines": frame.lines}
+    common = {
+        "bank": 0,
+        "voters": 1,
+        "worker": frame.worker,
+        "chunk": frame.chunk,
+        "plane": frame.plane,
+        "lines": frame.lines,
+    }
     if frame.abstain:
         return [common | {"first": 1, "last": 1, "kind": 1, "data": (1 << params.lanes) - 1}]
     assert len(frame.data) == frame.lines
@@ -134,8 +142,8 @@ class CoreBench:
         self.params, self.encoding, self.majority = params, encoding, majority
         self.members = list(range(members)) if isinstance(members, int) else list(members)
         self.core = ReducerCore(params)
-        result_format = ResultFormat.MAJORITY if majority else ResultFormat.TALLY
-        self.config = make_config(encoding, self.members, result_format, margin, params)
+        job = JobConfig(0, 0, self.members, encoding, "majority" if majority else "tally", margin)
+        self.config = make_config(job, params)
         self.model = NaiveReducer(params, encoding, self.members, majority, margin)
         self.trace = Trace()
         self.cycle = 0
@@ -213,7 +221,9 @@ class CoreBench:
                 await ctx.tick()
 
         async def driver(ctx: Any) -> None:
-            ctx.set(core.config, self.config)
+            ctx.set(core.config[0], self.config)
+            ctx.set(core.group, 1)
+            ctx.set(core.quiet, 1)
             await main(ctx)
 
         sim.add_testbench(driver)
@@ -252,7 +262,8 @@ class CoreBench:
         else:
             self.check_results(due, came)
         self.check_events()
-        assert all(fields["flags"] == self.majority for _v, _t, fields in trace.came)
+        for _valid, _taken, fields in trace.came:
+            assert fields["flags"] == self.majority | (fields["destination"] != ALL) << 2
         return came
 
     def check_results(self, due: list[Result], came: list[Result]) -> None:

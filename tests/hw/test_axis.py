@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from amaranth.sim import Simulator
 
-from neuron_fabric.hw import AxiStreamReducer, ReducerCore, ResultFormat, config_fields
-from neuron_fabric.hw.axis import HEADER_EVENTS
-from neuron_fabric.hw.layout import EVENTS
+from neuron_fabric.hw import AxiStreamReducer, ReducerCore, config_fields
+from neuron_fabric.hw.axis import CONFIGURED, CORE_EVENTS, HEADER_EVENTS
 from neuron_fabric.model import BINARY, TERNARY, Encoding, Flags, FrameType, Header, ReducerParams
+from neuron_fabric.model.reducer import JobConfig
 from neuron_fabric.model.wire import HEADER_BYTES, HEADER_OFFSET
 
 from .bench import LIMIT, Ready, always, seeded, sometimes, tick_until, tick_while
 from .reference import ALL, Frame, NaiveReducer, Result
 
 JOB, EPOCH = 0x1234, 0xA5C3
-NAMES = [*EVENTS.members, *HEADER_EVENTS, "length"]
+NAMES = [*CORE_EVENTS, *HEADER_EVENTS, "length"]
 
 
 class AxisBench:
@@ -37,9 +37,9 @@ class AxisBench:
         self.params, self.encoding, self.majority = params, encoding, majority
         self.rng = rng or random.Random(0)
         self.dut = AxiStreamReducer(params)
-        result_format = ResultFormat.MAJORITY if majority else ResultFormat.TALLY
-        self.config = config_fields(encoding, range(members), result_format, 0, params)
-        self.config |= {"enable": 1, "job": JOB, "epoch": EPOCH}
+        job = JobConfig(JOB, EPOCH, range(members), encoding, "majority" if majority else "tally")
+        fields = config_fields(job, params)
+        self.config = {"enable": 1, **{name: fields[name] for name in CONFIGURED}}
         self.model = NaiveReducer(params, encoding, list(range(members)), majority)
         self.events: Counter[str] = Counter()
         self.frames: list[bytes] = []

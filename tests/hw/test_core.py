@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,11 +30,13 @@ def votes(bench: CoreBench, rng: random.Random, chunk: int, lines: int) -> list[
     return frames
 
 
-@pytest.mark.parametrize("majority", [False, True], ids=["tally", "majority"])
-@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize(
+    ("encoding", "majority"),
+    [(encoding, False) for encoding in ENCODINGS]
+    + [(encoding, True) for encoding in ENCODINGS if encoding.leaves == 1],  # of others, see test_pool
+    ids=lambda value: getattr(value, "name", "majority" if value else "tally"),
+)
 def test_every_encoding(encoding: Encoding, majority: bool) -> None:
-    if majority and encoding.leaves != 1:
-        pytest.skip("a majority needs the leaves' voters")
     params = ReducerParams(lanes=32, lines_per_chunk=3, slots=2, workers=3, acc_bits=5, max_planes=3)
     with seeded(encoding.name, majority) as rng:
         bench = CoreBench(params, encoding, 3, majority, margin=0)
@@ -287,18 +290,19 @@ def test_the_output_never_holds_the_input() -> None:
         frames = [frame for chunk in range(200) for frame in votes(bench, rng, chunk, 4)]
         bench.play(frames, ready=lambda cycle: cycle > 1650)
         assert bench.trace.sent[-1] - bench.trace.sent[0] == 1600 - 1
-        # The buffer's two, and the four versions still in the tally memory.
-        assert [r.chunk for r in bench.trace.results()][:2] == [0, 1]
+        # The buffer's four, and the four versions still in the tally memory.
+        assert [r.chunk for r in bench.trace.results()][:4] == [0, 1, 2, 3]
         assert sorted(r.chunk for r in bench.trace.results())[-4:] == [196, 197, 198, 199]
 
 
 def test_a_duplicate_adds_nothing_to_a_result_owed_to_everybody() -> None:
     with seeded() as rng:
         bench = CoreBench(SMALL, BINARY, 1)
-        # The sink is closed: chunks 0 and 1 fill the buffer, 2 is owed to everybody, so its repetition adds nothing.
-        frames = [bench.frame(rng, 0, chunk, 4) for chunk in range(3)]
-        came = bench.play([*frames, frames[2], frames[2]], ready=lambda cycle: cycle > 60)
-        assert [(result.destination, result.chunk) for result in came] == [(ALL, 0), (ALL, 1), (ALL, 2)]
+        # The sink is closed: chunks 0 to 3 and what leaves fill the buffer, 5 is owed to everybody, so that its
+        # repetition adds nothing.
+        frames = [bench.frame(rng, 0, chunk, 4) for chunk in range(6)]
+        came = bench.play([*frames, frames[5], frames[5]], ready=lambda cycle: cycle > 60)
+        assert [(result.destination, result.chunk) for result in came] == [(ALL, chunk) for chunk in range(6)]
 
 
 @pytest.mark.parametrize("gap", [0, 20])
@@ -307,9 +311,10 @@ def test_a_duplicate_adds_nothing_to_a_result_owed_to_everybody() -> None:
 def test_everybody_who_asks_again_gets_an_answer(order: tuple[int, ...], silent: bool, gap: int) -> None:
     """Also if the result has long gone to all and there is no room for another one: then it is noted who asked."""
     with seeded(order, silent, gap) as rng:
-        bench = CoreBench(SMALL, BINARY, 3)
-        first, *others = ([bench.frame(rng, worker, chunk, 3) for worker in range(3)] for chunk in range(3))
-        again = [Frame(worker, 0, 3, abstain=True) if silent else first[worker] for worker in order]
+        bench = CoreBench(replace(SMALL, slots=4), BINARY, 3)
+        # Lines that fill the buffer exactly.
+        first, *others = ([bench.frame(rng, worker, chunk, 4) for worker in range(3)] for chunk in range(5))
+        again = [Frame(worker, 0, 4, abstain=True) if silent else first[worker] for worker in order]
         due = [bench.model.receive(frame) for frames in (first, *others, again) for frame in frames]
         is_open = True
 
@@ -321,7 +326,7 @@ def test_everybody_who_asks_again_gets_an_answer(order: tuple[int, ...], silent:
             assert [result.destination for result in bench.trace.results()] == [ALL]
             is_open = False
             before = len(bench.trace.came)
-            for frame in (frame for frames in others for frame in frames):  # two results fill the buffer
+            for frame in (frame for frames in others for frame in frames):  # four results fill the buffer
                 await bench.put(ctx, frame)
             await ctx.tick().repeat(20)
             for frame in again:
@@ -334,9 +339,9 @@ def test_everybody_who_asks_again_gets_an_answer(order: tuple[int, ...], silent:
             await bench.drain(ctx)
 
         came = bench.run(main, ready=lambda _cycle: is_open).results()
-        assert [(result.destination, result.chunk) for result in came[:3]] == [(ALL, 0), (ALL, 1), (ALL, 2)]
+        assert [(result.destination, result.chunk) for result in came[:5]] == [(ALL, chunk) for chunk in range(5)]
         # Two requests of the same worker are answered by one.
-        assert sorted(result.destination for result in came[3:]) == sorted(set(order))
+        assert sorted(result.destination for result in came[5:]) == sorted(set(order))
         assert set(came) == {result for result in due if result is not None}
         bench.check_events()
 
@@ -385,7 +390,9 @@ def test_reset_in_the_middle_of_a_frame() -> None:
         got = []
 
         async def main(ctx: Any) -> None:
-            ctx.set(core.config, bench.config)
+            ctx.set(core.config[0], bench.config)
+            ctx.set(core.group, 1)
+            ctx.set(core.quiet, 1)
             ctx.set(core.result.ready, 1)
             layout = contribution_layout(SMALL)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from amaranth import Cat, Const, Module, Mux, Signal, Value
 from amaranth.lib import enum, wiring
 from amaranth.lib.wiring import In, Out
+from amaranth.utils import exact_log2
 
 from neuron_fabric.hw.core import ReducerCore
 from neuron_fabric.hw.layout import EVENTS, FrameKind, config_layout, index_width
 from neuron_fabric.model.params import LINE_BYTES, ReducerParams
 from neuron_fabric.model.wire import (
-    DESTINATION_ALL,
     HEADER_BYTES,
     HEADER_FIELDS,
     HEADER_OFFSET,
@@ -20,7 +20,7 @@ from neuron_fabric.model.wire import (
     FrameType,
 )
 
-__all__ = ["HEADER_EVENTS", "AxiStreamReducer"]
+__all__ = ["CONFIGURED", "CORE_EVENTS", "HEADER_EVENTS", "AxiStreamReducer"]
 
 HEADER_EVENTS = (
     "bad_magic",
@@ -34,6 +34,23 @@ HEADER_EVENTS = (
     "bad_voters",
 )
 """Reasons to drop a frame for its header, in the order in which they are checked; the first that holds is strobed."""
+
+CONFIGURED = (
+    "job",
+    "epoch",
+    "members",
+    "planes",
+    "negative",
+    "shift",
+    "counts_negatives",
+    "result_format",
+    "result_planes",
+    "margin",
+)
+"""What of the core's configuration is a port; the rest is constant: all slots, multicast, no stragglers, no parent."""
+
+CORE_EVENTS = tuple(name for name in EVENTS.members if name not in ("late", "partial"))
+"""Strobes of the core that are ports."""
 
 _HEADER_BITS = 8 * HEADER_BYTES
 _BLOCK_BITS = 8 * LINE_BYTES  # all headers of a frame together
@@ -86,12 +103,10 @@ class AxiStreamReducer(wiring.Component):
             "m_axis_tready": In(1),
             "m_axis_tlast": Out(1),
             "cfg_enable": In(1),
-            "cfg_job": In(16),
-            "cfg_epoch": In(16),
         }
-        for name, field in config_layout(params):
-            ports[f"cfg_{name}"] = In(field.width)
-        for name in (*EVENTS.members, *HEADER_EVENTS, "length"):
+        for name in CONFIGURED:
+            ports[f"cfg_{name}"] = In(config_layout(params)[name].width)
+        for name in (*CORE_EVENTS, *HEADER_EVENTS, "length"):
             ports[f"event_{name}"] = Out(1)
         super().__init__(ports)
 
@@ -99,9 +114,16 @@ class AxiStreamReducer(wiring.Component):
         """Parse and drop on the way in, put headers on the way out."""
         m = Module()
         m.submodules.core = core = ReducerCore(self.params)
-        for name, _field in config_layout(self.params):
-            m.d.comb += Value.cast(core.config[name]).eq(getattr(self, f"cfg_{name}"))
-        for name in EVENTS.members:
+        config = core.config[0]
+        for name in CONFIGURED:
+            m.d.comb += Value.cast(config[name]).eq(getattr(self, f"cfg_{name}"))
+        m.d.comb += [
+            config.log2_slots.eq(exact_log2(self.params.slots)),
+            config.multicast.eq(1),
+            core.group.eq(1),
+            core.quiet.eq(1),
+        ]
+        for name in CORE_EVENTS:
             m.d.comb += getattr(self, f"event_{name}").eq(core.events[name])
         self._receive(m, core)
         self._send(m, core)
@@ -164,6 +186,7 @@ class AxiStreamReducer(wiring.Component):
         frame = {name: Signal.like(beat[name], name=f"frame_{name}") for name in ("worker", "chunk", "plane", "lines")}
         for name, signal in frame.items():
             m.d.comb += beat[name].eq(signal)
+        m.d.comb += [beat.bank.eq(0), beat.voters.eq(1)]
         m.d.comb += beat.kind.eq(Mux(abstain_waits, FrameKind.ABSTAIN, FrameKind.CONTRIBUTE))
         with m.If(abstain_waits & core.contribution.ready):
             m.d.sync += abstain_waits.eq(0)
@@ -224,10 +247,10 @@ class AxiStreamReducer(wiring.Component):
         lanes = self.params.lanes
         header_beats = _BLOCK_BITS // lanes
         beat = core.result.payload
-        everybody = Signal()
-        m.d.comb += everybody.eq(beat.destination == DESTINATION_ALL)
         flags = Signal(8)
-        m.d.comb += flags.eq(Mux(beat.flags.majority, Flags.MAJORITY.value, 0) | Mux(everybody, 0, Flags.RESEND.value))
+        m.d.comb += flags.eq(
+            Mux(beat.flags.majority, Flags.MAJORITY.value, 0) | Mux(beat.flags.resend, Flags.RESEND.value, 0)
+        )
         values: dict[str, Value | int] = {
             "magic": MAGIC,
             "version_type": VERSION << 4 | FrameType.RESULT,

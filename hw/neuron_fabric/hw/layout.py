@@ -5,16 +5,14 @@ All are packed LSB first, in the order in which the fields stand here; the Veril
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
 from typing import Any
 
 from amaranth import unsigned
 from amaranth.lib import data, enum
-from amaranth.utils import bits_for, ceil_log2
+from amaranth.utils import bits_for, ceil_log2, exact_log2
 
-from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.params import ReducerParams
+from neuron_fabric.model.reducer import JobConfig, check_job
 
 __all__ = [
     "EVENTS",
@@ -25,9 +23,10 @@ __all__ = [
     "contribution_layout",
     "index_width",
     "make_config",
-    "max_shift",
+    "refusal_layout",
     "result_layout",
     "version_width",
+    "voters_width",
 ]
 
 
@@ -54,11 +53,13 @@ EVENTS = data.StructLayout(
         "accepted_line": 1,
         "accepted_frame": 1,  # at the last beat of a frame that counted, ABSTAIN included
         "duplicate": 1,
+        "late": 1,  # a duplicate of one who was not there when the straggler rule completed the chunk
         "stale": 1,
         "abandoned": 1,  # an incomplete chunk was claimed by a newer one
         "refused": 1,  # another line count than the chunk's, or an ABSTAIN after some planes
-        "completed": 1,  # at the last beat of the completing frame
-        "result_sent": 1,  # the last beat of a result's last plane was transferred
+        "completed": 1,  # at the completing frame's last beat, or by the straggler rule; one a cycle
+        "partial": 1,  # the straggler rule completed a chunk
+        "result_sent": 1,  # the last beat of a result was transferred; once per destination in the result's header
     }
 )
 """One-cycle strobes, for counters."""
@@ -74,125 +75,143 @@ def version_width(params: ReducerParams) -> int:
     return int(ceil_log2(params.slots)) + 1
 
 
-def max_shift(params: ReducerParams) -> int:
-    """The greatest ``k`` of a weight ``+-2**k``: no encoding of ``max_planes`` planes needs more."""
-    return min(params.max_planes, params.acc_bits) - 1
+def voters_width(params: ReducerParams) -> int:
+    """Bits of a number of voters: every voter moves some tally by at least 1, so it fits where tallies fit."""
+    return max(params.acc_bits, int(bits_for(params.workers)))
 
 
 def config_layout(params: ReducerParams) -> data.StructLayout:
-    """The configuration of the one job; static while in use (change it under reset)."""
+    """The configuration of one job; static while the job is open."""
     return data.StructLayout(
         {
+            "job": unsigned(16),
+            "epoch": unsigned(16),
+            "base": unsigned(index_width(params.slots)),
+            "log2_slots": unsigned(bits_for(int(ceil_log2(params.slots)))),
             "members": unsigned(params.workers),
             "planes": unsigned(bits_for(params.max_planes)),
             "negative": unsigned(params.max_planes),
-            "shift": data.ArrayLayout(unsigned(index_width(max_shift(params) + 1)), params.max_planes),
+            "shift": data.ArrayLayout(unsigned(index_width(params.max_shift + 1)), params.max_planes),
             "counts_negatives": unsigned(1),
             "result_format": ResultFormat,
             "result_planes": unsigned(bits_for(params.acc_bits)),
             "margin": unsigned(params.acc_bits),
+            "multicast": unsigned(1),
+            "timeout": unsigned(32),  # cycles; 0: no straggler rule
+            "quorum": unsigned(voters_width(params)),
+            "child": unsigned(1),  # results go up, as contributions of worker parent_worker to parent_job
+            "parent_job": unsigned(16),
+            "parent_epoch": unsigned(16),
+            "parent_worker": unsigned(16),
         }
     )
 
 
 def contribution_layout(params: ReducerParams) -> data.StructLayout:
-    """One line of one plane of one worker. All fields but ``first``, ``last`` and ``data`` hold for a whole frame."""
+    """One line of one plane of one worker. All fields but ``first``, ``last`` and ``data`` hold for a whole frame.
+
+    ``bank`` names the job's configuration; ``voters`` is 1, or how many are below a child reducer.
+    """
     return data.StructLayout(
         {
             "first": unsigned(1),
             "last": unsigned(1),
             "kind": FrameKind,
+            "bank": unsigned(index_width(params.jobs)),
             "worker": unsigned(index_width(params.workers)),
             "chunk": unsigned(32),
             "plane": unsigned(index_width(params.max_planes)),
             "lines": unsigned(bits_for(params.lines_per_chunk)),
+            "voters": unsigned(voters_width(params)),
             "data": unsigned(params.lanes),
         }
     )
 
 
 def result_layout(params: ReducerParams) -> data.StructLayout:
-    """One line of one result plane. ``first`` and ``last`` frame a plane; all planes of a result are contiguous."""
+    """One line of one result plane. ``first`` and ``last`` frame a plane; all planes of a result are contiguous.
+
+    What the frame's header needs is in ``flags``, ``job`` to ``voters`` and ``epoch`` (``destination`` is its field
+    ``worker``). It goes to the multicast group if ``group``, to the parent if ``up``, and else to ``worker`` of job
+    bank ``bank``. With ``up`` the frame is a contribution; with ``empty``, too, an ABSTAIN: one beat without a line.
+    A ``partial`` plane ends with one beat more than it has ``lines``: bit w is set where worker w is counted.
+    """
     most_planes = max(params.acc_bits, 2)
     return data.StructLayout(
         {
             "first": unsigned(1),
             "last": unsigned(1),
+            "bank": unsigned(index_width(params.jobs)),
+            "worker": unsigned(index_width(params.workers)),
+            "group": unsigned(1),
+            "up": unsigned(1),
+            "empty": unsigned(1),
+            "flags": data.StructLayout({"majority": unsigned(1), "partial": unsigned(1), "resend": unsigned(1)}),
+            "job": unsigned(16),
             "destination": unsigned(16),
+            "missing": unsigned(bits_for(params.workers)),
             "chunk": unsigned(32),
             "plane": unsigned(index_width(most_planes)),
             "planes": unsigned(bits_for(most_planes)),
+            "voters": unsigned(voters_width(params)),
             "lines": unsigned(bits_for(params.lines_per_chunk)),
-            "voters": unsigned(bits_for(params.workers)),
-            "flags": data.StructLayout({"majority": unsigned(1)}),
+            "epoch": unsigned(16),
             "data": unsigned(params.lanes),
         }
     )
 
 
-def config_fields(
-    encoding: Encoding,
-    members: Iterable[int],
-    result_format: ResultFormat,
-    margin: int,
-    params: ReducerParams,
-) -> dict[str, int]:
+def refusal_layout(params: ReducerParams) -> data.StructLayout:
+    """A frame that the core refused, for a NACK: a strobe, the reason, and the fields to echo."""
+    return data.StructLayout(
+        {
+            "valid": unsigned(1),
+            "reason": unsigned(8),
+            "bank": unsigned(index_width(params.jobs)),
+            "worker": unsigned(index_width(params.workers)),
+            "chunk": unsigned(32),
+            "plane": unsigned(index_width(params.max_planes)),
+            "lines": unsigned(bits_for(params.lines_per_chunk)),
+        }
+    )
+
+
+def config_fields(job: JobConfig, params: ReducerParams) -> dict[str, int]:
     """The fields of :func:`config_layout` as plain integers, e.g. for the ``cfg_*`` ports of the Verilog top.
 
     Raises
     ------
     ValueError
-        Names what does not fit this reducer: a member, the encoding's planes, a weight, the tally, the margin, or a
-        majority over contributions that hold the votes of several leaves (the core counts one voter a worker).
+        What :func:`~neuron_fabric.model.reducer.check_job` refuses.
     """
-    workers = sorted(operator.index(member) for member in members)
-    if not workers:
-        raise ValueError("members: a job needs at least one member")
-    if len(set(workers)) != len(workers):
-        raise ValueError(f"members: a worker is listed twice in {workers}")
-    for worker in workers:
-        if not 0 <= worker < params.workers:
-            raise ValueError(f"members: worker {worker} is out of range; this reducer has {params.workers} workers")
-    if encoding.planes > params.max_planes:
-        raise ValueError(
-            f"encoding {encoding.name!r} has {encoding.planes} planes; this reducer takes {params.max_planes}"
-        )
-    for plane, weight in enumerate(encoding.weights):
-        if encoding.shift(plane) > max_shift(params):
-            raise ValueError(
-                f"encoding {encoding.name!r}: weight {weight} of plane {plane} is more than "
-                f"{1 << max_shift(params)}, the greatest this reducer takes (max_planes {params.max_planes})"
-            )
-    encoding.check_fits(len(workers), params.acc_bits)
-    if not 0 <= operator.index(margin) < 1 << params.acc_bits:
-        raise ValueError(f"margin must be 0 to {(1 << params.acc_bits) - 1}, not {margin}")
-    if ResultFormat(result_format) is ResultFormat.MAJORITY and encoding.counts_negatives and encoding.leaves != 1:
-        raise ValueError(
-            f"encoding {encoding.name!r}: a majority needs the number of leaves that voted; this core counts one "
-            "voter a worker: use the tally format"
-        )
-    shift_width = index_width(max_shift(params) + 1)
+    check_job(job, params)
+    encoding, parent, straggler = job.encoding, job.parent, job.straggler
+    shift_width = index_width(params.max_shift + 1)
     return {
-        "members": sum(1 << worker for worker in workers),
+        "job": job.job,
+        "epoch": job.epoch,
+        "base": job.base,
+        "log2_slots": int(exact_log2(job.slot_count(params))),
+        "members": sum(1 << worker for worker in job.members),
         "planes": encoding.planes,
         "negative": sum(1 << plane for plane, weight in enumerate(encoding.weights) if weight < 0),
         "shift": sum(encoding.shift(plane) << plane * shift_width for plane in range(encoding.planes)),
         "counts_negatives": int(encoding.counts_negatives),
-        "result_format": ResultFormat(result_format).value,
-        "result_planes": encoding.tally_bits(len(workers)),
-        "margin": operator.index(margin),
+        "result_format": int(job.result_format == "majority"),
+        "result_planes": 0 if job.result_format == "majority" else job.result_planes,
+        "margin": job.margin,
+        "multicast": int(job.multicast),
+        "timeout": 0 if straggler is None else straggler.timeout,
+        "quorum": 0 if straggler is None else straggler.quorum,
+        "child": int(parent is not None),
+        "parent_job": 0 if parent is None else parent.job,
+        "parent_epoch": 0 if parent is None else parent.epoch,
+        "parent_worker": 0 if parent is None else parent.worker,
     }
 
 
-def make_config(
-    encoding: Encoding,
-    members: Iterable[int],
-    result_format: ResultFormat,
-    margin: int,
-    params: ReducerParams,
-) -> Any:
+def make_config(job: JobConfig, params: ReducerParams) -> Any:
     """The same as :func:`config_fields`, as a constant of :func:`config_layout`."""
     layout = config_layout(params)
-    fields = config_fields(encoding, members, result_format, margin, params)
-    bits = sum(value << layout[name].offset for name, value in fields.items())
+    bits = sum(value << layout[name].offset for name, value in config_fields(job, params).items())
     return layout.from_bits(bits)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from neuron_fabric.hw import ResultFormat, config_fields
+from neuron_fabric.hw import config_fields
+from neuron_fabric.hw.axis import CONFIGURED
 from neuron_fabric.sim.stimulus import Scenario
 
 __all__ = ["configuration"]
@@ -10,13 +11,5 @@ __all__ = ["configuration"]
 
 def configuration(scenario: Scenario) -> dict[str, int]:
     """Values of the ports ``cfg_*``, by port name."""
-    job = scenario.job
-    fields = config_fields(
-        job.encoding,
-        tuple(job.members),
-        ResultFormat(ResultFormat.MAJORITY if job.result_format == "majority" else ResultFormat.TALLY),
-        job.margin,
-        scenario.params,
-    )
-    fields |= {"enable": int(scenario.enabled), "job": job.job, "epoch": job.epoch}
-    return {f"cfg_{name}": value for name, value in fields.items()}
+    fields = config_fields(scenario.job, scenario.params)
+    return {"cfg_enable": int(scenario.enabled), **{f"cfg_{name}": fields[name] for name in CONFIGURED}}
