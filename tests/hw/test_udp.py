@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from amaranth.hdl import Cat, ClockDomain, Module, Value
+from amaranth.hdl import Cat, Module, Value
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
-from amaranth.sim import Simulator
 
 from neuron_fabric.hw.framing import ENDPOINT, LANES, OnesComplementSum, endpoint_fields
 from neuron_fabric.hw.udp_rx import RECEIVER_EVENTS, UdpReceiver, received_layout
@@ -31,6 +30,7 @@ from neuron_fabric.model.net import (
 from neuron_fabric.model.wire import HEADER_BYTES
 
 from .bench import Ready, always, seeded, sometimes, tick_until, unpack
+from .stream_bench import Bench, endpoint, never, set_endpoint
 
 ME = Endpoint.of("02:00:00:12:34:56", "10.1.2.3", 20045)
 GROUP = Endpoint.multicast("239.1.2.3", 20046)
@@ -38,106 +38,6 @@ LINE = 64
 
 Seen = tuple[Endpoint, bool, bytes]
 """Source, whether it was to the group, payload."""
-
-
-def never(_cycle: int) -> bool:
-    return False
-
-
-@dataclass
-class Port:
-    """What a port did: transfers with their cycles, and the longest wait."""
-
-    cycles: list[int] = field(default_factory=list)
-    beats: list[int] = field(default_factory=list)
-    valid_since: list[int] = field(default_factory=list)
-    held: int = 0
-
-
-class Bench:
-    """A clock, and on every stream a source or a sink with a recorder that keeps the stream's rules."""
-
-    IDLE = 40
-
-    def __init__(self, dut: Any) -> None:
-        m = Module()
-        m.domains.sync = domain = ClockDomain()
-        m.submodules.dut = dut
-        self.reset = domain.rst
-        self.sim = Simulator(m)
-        self.sim.add_clock(1e-6)
-        self.cycle = 0
-        self.idle = 0
-
-        async def count(ctx: Any) -> None:
-            async for _ in ctx.tick():
-                self.cycle += 1
-                self.idle += 1
-
-        self.sim.add_testbench(count, background=True)
-
-    def watch(self, valid: Any, ready: Any, payload: Any) -> Port:
-        """Record a stream; valid must hold with its payload until it is taken. A reset may take it back."""
-        port = Port()
-
-        async def record(ctx: Any) -> None:
-            waiting: int | None = None
-            since = held = cycle = 0
-            async for _clk, rst, now_valid, now_ready, beat in ctx.tick().sample(valid, ready, payload):
-                if rst:
-                    waiting = None
-                else:
-                    if waiting is not None:
-                        assert now_valid, "valid was taken back"
-                        assert beat == waiting, "the payload changed while it waited"
-                    elif now_valid:
-                        since = cycle
-                    held = held + 1 if now_valid and not now_ready else 0
-                    port.held = max(port.held, held)
-                    waiting = beat if now_valid and not now_ready else None
-                    if now_valid:
-                        self.idle = 0
-                    if now_valid and now_ready:
-                        port.cycles.append(cycle)
-                        port.beats.append(beat)
-                        port.valid_since.append(since)
-                cycle += 1
-
-        self.sim.add_testbench(record, background=True)
-        return port
-
-    def sink(self, port: Any, ready: Ready) -> None:
-        async def drive(ctx: Any) -> None:
-            while True:
-                ctx.set(port, ready(self.cycle))
-                await ctx.tick()
-
-        self.sim.add_testbench(drive, background=True)
-
-    async def pulse_reset(self, ctx: Any, valid: Any) -> None:
-        """Reset for one cycle, in which a beat is offered that must not count."""
-        ctx.set(self.reset, 1)
-        ctx.set(valid, 1)
-        await ctx.tick()
-        ctx.set(self.reset, 0)
-        ctx.set(valid, 0)
-
-    def run(self, main: Callable[[Any], Any]) -> None:
-        """Run until ``main`` is through and nothing has moved for a while."""
-
-        async def driver(ctx: Any) -> None:
-            await main(ctx)
-            self.idle = 0
-            while self.idle < self.IDLE:
-                await ctx.tick()
-
-        self.sim.add_testbench(driver)
-        self.sim.run()
-
-
-def set_endpoint(ctx: Any, signal: Any, endpoint: Endpoint) -> None:
-    for name, value in endpoint_fields(endpoint).items():
-        ctx.set(signal[name], value)
 
 
 class ReceiverBench:
@@ -239,10 +139,6 @@ def together(beats: Iterable[int], max_lines: int) -> list[Seen]:
         source = Endpoint(**unpack(ENDPOINT, head["source"]))
         seen.append((source, bool(head["multicast"]), content[: head["length"]]))
     return seen
-
-
-def endpoint(rng: random.Random) -> Endpoint:
-    return Endpoint(rng.getrandbits(48), rng.getrandbits(32), rng.getrandbits(16))
 
 
 def good(rng: random.Random, max_lines: int, lines: int | None = None) -> bytes:

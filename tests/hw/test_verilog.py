@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from neuron_fabric.hw.cli import main
+from neuron_fabric.hw.configurations import suits
 from neuron_fabric.hw.verilog import TOPS, export, export_all
 from neuron_fabric.model import ReducerParams
 
@@ -67,22 +69,109 @@ PORTS = {
     "core": {
         "clk": ("input", 1),
         "rst": ("input", 1),
-        "cfg": ("input", 19),
-        "contribution__payload": ("input", 64 + 41),
+        "cfg": ("input", 139),
+        "group": ("input", 1),
+        "opened": ("input", 1),
+        "closed": ("input", 1),
+        "quiet": ("input", 1),
+        "hold": ("output", 1),
+        "level": ("output", 3),
+        "refusal": ("output", 48),
+        "contribution__payload": ("input", 64 + 46),
         "contribution__valid": ("input", 1),
         "contribution__ready": ("output", 1),
-        "result__payload": ("output", 64 + 62),
+        "result__payload": ("output", 64 + 106),
         "result__valid": ("output", 1),
         "result__ready": ("input", 1),
-        "events": ("output", 8),
+        "events": ("output", 10),
     },
 }
+_SLAVE = {
+    "s_axil_awaddr": ("input", 11),
+    "s_axil_awprot": ("input", 3),
+    "s_axil_awvalid": ("input", 1),
+    "s_axil_awready": ("output", 1),
+    "s_axil_wdata": ("input", 32),
+    "s_axil_wstrb": ("input", 4),
+    "s_axil_wvalid": ("input", 1),
+    "s_axil_wready": ("output", 1),
+    "s_axil_bresp": ("output", 2),
+    "s_axil_bvalid": ("output", 1),
+    "s_axil_bready": ("input", 1),
+    "s_axil_araddr": ("input", 11),
+    "s_axil_arprot": ("input", 3),
+    "s_axil_arvalid": ("input", 1),
+    "s_axil_arready": ("output", 1),
+    "s_axil_rdata": ("output", 32),
+    "s_axil_rresp": ("output", 2),
+    "s_axil_rvalid": ("output", 1),
+    "s_axil_rready": ("input", 1),
+}
+PORTS |= {
+    "udp": {
+        "clk": ("input", 1),
+        "rst": ("input", 1),
+        "s_axis_tdata": ("input", 512),
+        "s_axis_tkeep": ("input", 64),
+        "s_axis_tvalid": ("input", 1),
+        "s_axis_tready": ("output", 1),
+        "s_axis_tlast": ("input", 1),
+        "m_axis_tdata": ("output", 512),
+        "m_axis_tkeep": ("output", 64),
+        "m_axis_tvalid": ("output", 1),
+        "m_axis_tready": ("input", 1),
+        "m_axis_tlast": ("output", 1),
+        **_SLAVE,
+    },
+    "cxl": {
+        "clk": ("input", 1),
+        "rst": ("input", 1),
+        "s_axis_req_tvalid": ("input", 1),
+        "s_axis_req_tready": ("output", 1),
+        "s_axis_req_tdata": ("input", 64),
+        "s_axis_req_tid": ("input", 16),
+        "s_axis_rwd_tvalid": ("input", 1),
+        "s_axis_rwd_tready": ("output", 1),
+        "s_axis_rwd_tdata": ("input", 512),
+        "s_axis_rwd_tkeep": ("input", 64),
+        "s_axis_rwd_tuser": ("input", 64),
+        "s_axis_rwd_tid": ("input", 16),
+        "m_axis_drs_tvalid": ("output", 1),
+        "m_axis_drs_tready": ("input", 1),
+        "m_axis_drs_tdata": ("output", 512),
+        "m_axis_drs_tuser": ("output", 1),
+        "m_axis_drs_tid": ("output", 16),
+        "m_axis_ndr_tvalid": ("output", 1),
+        "m_axis_ndr_tready": ("input", 1),
+        "m_axis_ndr_tid": ("output", 16),
+        **_SLAVE,
+    },
+    "csr": {
+        "clk": ("input", 1),
+        "rst": ("input", 1),
+        **_SLAVE,
+        "jobs": ("output", 258),
+        "shared": ("output", 411),
+        "hold": ("input", 1),
+        "opened": ("output", 1),
+        "closed": ("output", 1),
+        "control_reset": ("output", 1),
+        "control_clear": ("output", 1),
+        "entry_write": ("output", 1),
+        "count": ("input", 50),
+    },
+}
+
+
+def sizes(top: str) -> ReducerParams:
+    """Small, but with whole lines where a top's beats are lines."""
+    return SMALL if suits(top, SMALL) else replace(SMALL, lanes=512)
 
 
 @pytest.mark.parametrize("top", list(TOPS))
 def test_ports(top: str, tmp_path: Path) -> None:
     """The names at the top are what others build on; the manifest and the text agree about them."""
-    path = export(top, SMALL, tmp_path)
+    path = export(top, sizes(top), tmp_path)
     manifest = json.loads(path.with_suffix(".json").read_text())
     listed = {port["name"]: (port["direction"], port["width"]) for port in manifest["ports"]}
     assert listed == PORTS[top]
@@ -100,8 +189,9 @@ def test_ports(top: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("top", list(TOPS))
 def test_the_same_text_twice(top: str, tmp_path: Path) -> None:
     """Also from another process, where hashes differ."""
-    first = export(top, SMALL, tmp_path / "a")
-    options = [f"--{name.replace('_', '-')}={getattr(SMALL, name)}" for name in SMALL.__dataclass_fields__]
+    params = sizes(top)
+    first = export(top, params, tmp_path / "a")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asdict(params).items()]
     command = [sys.executable, "-m", "neuron_fabric.hw.cli", f"--top={top}", f"--out={tmp_path / 'b'}", *options]
     subprocess.run(command, check=True, capture_output=True)
     for name in (first.name, first.with_suffix(".json").name):
@@ -122,8 +212,8 @@ def test_full_width_is_small(tmp_path: Path) -> None:
 
 
 def test_unknown_top_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown top 'udp': use core or axis"):
-        export("udp", SMALL, tmp_path)
+    with pytest.raises(ValueError, match="unknown top 'tcp': use core, axis, csr, udp, cxl"):
+        export("tcp", SMALL, tmp_path)
 
 
 def test_bad_parameters_are_refused_on_the_command_line(tmp_path: Path) -> None:

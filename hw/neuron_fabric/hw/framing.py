@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
-from amaranth import Cat, Module, Mux, ShapeLike, Signal, Value, unsigned
+from amaranth import Cat, Const, Module, Mux, ShapeLike, Signal, Value, unsigned
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.fifo import SyncFIFO
 from amaranth.lib.memory import Memory
@@ -19,18 +19,22 @@ from amaranth.utils import bits_for, ceil_log2
 from neuron_fabric.hw.lanes import COLLISIONS_DO_NOT_MATTER
 from neuron_fabric.model.net import Endpoint
 from neuron_fabric.model.params import LINE_BYTES, MAX_LINES
-from neuron_fabric.model.wire import HEADER_BYTES
+from neuron_fabric.model.wire import HEADER_BYTES, HEADER_FIELDS, MAGIC, VERSION, FrameType
 
 __all__ = [
     "ENDPOINT",
+    "HEADER",
     "HEADER_BITS",
     "LANES",
     "FrameStore",
     "OnesComplementSum",
     "check_size",
     "endpoint_fields",
+    "header_from_wire",
+    "header_to_wire",
     "stored_layout",
     "swapped",
+    "version_type",
 ]
 
 LANES = 8 * LINE_BYTES
@@ -44,6 +48,26 @@ ENDPOINT = data.StructLayout({"mac": unsigned(48), "ip": unsigned(32), "port": u
 def endpoint_fields(endpoint: Endpoint) -> dict[str, int]:
     """The fields of :data:`ENDPOINT`."""
     return {"mac": endpoint.mac, "ip": endpoint.ip, "port": endpoint.port}
+
+
+HEADER = data.StructLayout({field.name: unsigned(8 * field.size) for field in HEADER_FIELDS if field.name != "magic"})
+"""The protocol's header as numbers, without the one that is the same in every frame."""
+
+
+def header_from_wire(wire: Value) -> dict[str, Value]:
+    """The number in every field of a header, ``magic`` included, from its bytes as they are on the wire."""
+    return {field.name: swapped(wire[8 * field.offset : 8 * (field.offset + field.size)]) for field in HEADER_FIELDS}
+
+
+def header_to_wire(header: data.View) -> Value:
+    """The bytes of a :data:`HEADER` as they are on the wire."""
+    fields = (Const(MAGIC, 16) if field.name == "magic" else header[field.name] for field in HEADER_FIELDS)
+    return Cat(*map(swapped, fields))
+
+
+def version_type(frame_type: FrameType) -> int:
+    """The header's byte that says so."""
+    return VERSION << 4 | frame_type
 
 
 def check_size(name: str, lanes: int, max_lines: int) -> None:
