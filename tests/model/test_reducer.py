@@ -27,6 +27,7 @@ from neuron_fabric.model import (
     int_encoding,
     tally_encoding,
 )
+from neuron_fabric.model.reducer import BITMAP_BYTES
 from neuron_fabric.model.registers import COUNTERS
 from neuron_fabric.model.wire import DESTINATION_ALL, HEADER_BYTES
 
@@ -663,6 +664,20 @@ def test_a_child_relays_only_what_its_parent_answers_to_it(change, sender, reaso
     assert (relayed.header.job, relayed.header.worker, relayed.header.epoch) == (JOB, DESTINATION_ALL, EPOCH)
     assert child.receive(Header(FrameType.RESULT, **fields | change).pack() + bytes(8), sender) is reason
     assert child.poll() == []
+
+
+def test_closing_a_child_forgets_what_it_has_not_relayed():
+    device = SignCountReducer(replace(PARAMS, jobs=2))
+    for index in range(2):
+        parent = Parent("root", ROOT_JOB + index, 0, ROOT_EPOCH, 2)
+        device.open(JobConfig(JOB + index, EPOCH, (0, 1), BINARY, base=index, slots=1, parent=parent))
+        answer = Header(FrameType.RESULT, ROOT_JOB + index, DESTINATION_ALL, 0, epoch=ROOT_EPOCH, flags=Flags(0xF7))
+        device.receive(answer.pack() + bytes(8 + BITMAP_BYTES), "root")
+    device.close(JOB)
+    (relayed,) = device.poll()
+    assert relayed.header.job == JOB + 1
+    # Flags of a later version are nothing that this one may promise.
+    assert relayed.header.flags == Flags.MAJORITY | Flags.PARTIAL
 
 
 def test_a_worker_waits_for_the_slot():

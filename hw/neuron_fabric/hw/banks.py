@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from amaranth import Array, Module, Mux, Signal, Value
+from amaranth import Module, Mux, Signal, Value
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
@@ -12,13 +10,7 @@ from neuron_fabric.hw.csr import job_layout
 from neuron_fabric.hw.layout import config_layout
 from neuron_fabric.model.params import ReducerParams
 
-__all__ = ["BankConfig", "of_bank"]
-
-
-def of_bank(bank: Value, values: Iterable[Value]) -> Value:
-    """Which of the banks' values it is; that of the last one for numbers that no bank has."""
-    choices = list(values)
-    return Array(choices + choices[-1:] * ((1 << len(bank)) - len(choices)))[bank]
+__all__ = ["BankConfig"]
 
 
 class BankConfig(wiring.Component):

@@ -40,7 +40,7 @@ in turn. A visit changes nothing while lines of a frame are still being added to
 
 from __future__ import annotations
 
-from amaranth import Cat, Module, Mux, Signal
+from amaranth import Cat, Module, Mux, Signal, Value
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from amaranth.utils import bits_for, ceil_log2
@@ -52,6 +52,7 @@ from neuron_fabric.hw.layout import (
     config_layout,
     contribution_layout,
     index_width,
+    of_bank,
     refusal_layout,
     result_layout,
     version_width,
@@ -162,10 +163,7 @@ class ReducerCore(wiring.Component):
             slots.look.eq(begins | visit),
         ]
         config = Signal(config_layout(params))
-        with m.Switch(bank):
-            for index in range(params.jobs):
-                with m.Case(index):
-                    m.d.comb += config.eq(self.config[index])
+        m.d.comb += config.eq(of_bank(bank, [Value.cast(each) for each in self.config]))
         chunk = self.contribution.payload.chunk
         slot = Signal(index_width(params.slots))
         mask = Signal.like(slot)

@@ -23,9 +23,8 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import bits_for
 
 from neuron_fabric.hw.addresses import lookup_signature
-from neuron_fabric.hw.banks import of_bank
 from neuron_fabric.hw.framing import ENDPOINT, HEADER, LANES, header_from_wire, version_type
-from neuron_fabric.hw.layout import FrameKind, config_layout, contribution_layout, index_width
+from neuron_fabric.hw.layout import FrameKind, config_layout, contribution_layout, index_width, of_bank
 from neuron_fabric.hw.nacks import REFUSED
 from neuron_fabric.hw.udp_rx import received_layout
 from neuron_fabric.model.params import LINE_BYTES, ReducerParams

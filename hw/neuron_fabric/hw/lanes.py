@@ -6,7 +6,7 @@ combinational. Its controls come from registers, so that the fan-out to all lane
 
 from __future__ import annotations
 
-from amaranth import Const, Module, Mux, Signal, unsigned
+from amaranth import Const, Module, Mux, Signal, Value, unsigned
 from amaranth.lib import data, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
@@ -86,8 +86,8 @@ class PlaneAdder(wiring.Component):
 class PlaneSelector(wiring.Component):
     """One plane of a tally, or a comparison of every lane with thresholds.
 
-    Two comparators ripple over the planes, LSB first: ``upper = tally > high`` (``>=`` with ``high_equal``) and
-    ``lower = tally > low`` likewise. A step leaves the outcome alone where ``skip`` is set: with ``high`` all ones
+    Two comparators ripple over the planes, LSB first: ``upper = tally > high`` and
+    ``lower = tally >= low``. A step leaves the outcome alone where ``skip`` is set: with ``high`` all ones
     below plane ``p``, zero at ``p``, and everything above skipped, ``upper`` is plane ``p``.
     The result is ``(upper and use_upper) or (not lower and use_lower)``.
 
@@ -95,7 +95,6 @@ class PlaneSelector(wiring.Component):
     -------
     tally : planes
     high, low : thresholds (offset binary where ``flip``)
-    high_equal, low_equal : whether equality counts
     skip : planes that ``upper`` passes over
     flip : invert the top plane, which orders two's complement as unsigned
     use_upper, use_lower : what the result is made of
@@ -109,9 +108,7 @@ class PlaneSelector(wiring.Component):
             {
                 "tally": In(tally_layout(lanes, acc_bits)),
                 "high": In(acc_bits),
-                "high_equal": In(1),
                 "low": In(acc_bits),
-                "low_equal": In(1),
                 "skip": In(acc_bits),
                 "flip": In(1),
                 "use_upper": In(1),
@@ -121,17 +118,16 @@ class PlaneSelector(wiring.Component):
         )
 
     @staticmethod
-    def model(tally: int, high: int, high_equal: bool, low: int, low_equal: bool) -> tuple[bool, bool]:
+    def model(tally: int, high: int, low: int) -> tuple[bool, bool]:
         """``upper`` and ``lower`` of one lane with nothing skipped, for integers of either sign."""
-        return tally > high or (high_equal and tally == high), tally > low or (low_equal and tally == low)
+        return tally > high, tally >= low
 
     def elaborate(self, platform: object) -> Module:
         """Seen from the top, the first plane that differs decides; so going up, a higher plane overrides."""
         m = Module()
-        upper = Signal(self._lanes, name="upper")
-        lower = Signal(self._lanes, name="lower")
-        ones = Const((1 << self._lanes) - 1, self._lanes)  # -1 would be written out as that many sign bits
-        m.d.comb += [upper.eq(Mux(self.high_equal, ones, 0)), lower.eq(Mux(self.low_equal, ones, 0))]
+        # What a tally that equals a threshold comes to.
+        upper: Value = Const(0, self._lanes)
+        lower: Value = Const((1 << self._lanes) - 1, self._lanes)  # -1 would be written out as that many sign bits
         for plane in range(self._acc_bits):
             bits = Signal(self._lanes, name=f"bits{plane}")
             top = plane == self._acc_bits - 1

@@ -5,9 +5,10 @@ All are packed LSB first, in the order in which the fields stand here; the Veril
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from amaranth import unsigned
+from amaranth.hdl import Array, Value, unsigned
 from amaranth.lib import data, enum
 from amaranth.utils import bits_for, ceil_log2, exact_log2
 
@@ -23,6 +24,7 @@ __all__ = [
     "contribution_layout",
     "index_width",
     "make_config",
+    "of_bank",
     "refusal_layout",
     "result_layout",
     "version_width",
@@ -68,6 +70,12 @@ EVENTS = data.StructLayout(
 def index_width(count: int) -> int:
     """Bits of an index into ``count`` things: at least 1, so that a field never vanishes."""
     return max(1, int(ceil_log2(count)))
+
+
+def of_bank(bank: Value, values: Iterable[Value]) -> Value:
+    """Which of the banks' values it is; that of the last one for numbers that no bank has."""
+    choices = list(values)
+    return Array(choices + choices[-1:] * ((1 << len(bank)) - len(choices)))[bank]
 
 
 def version_width(params: ReducerParams) -> int:

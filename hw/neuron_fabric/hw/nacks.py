@@ -8,9 +8,8 @@ from amaranth.lib.fifo import SyncFIFO
 from amaranth.lib.wiring import In, Out
 
 from neuron_fabric.hw.addresses import lookup_signature
-from neuron_fabric.hw.banks import of_bank
 from neuron_fabric.hw.framing import ENDPOINT, HEADER, version_type
-from neuron_fabric.hw.layout import config_layout, refusal_layout
+from neuron_fabric.hw.layout import config_layout, of_bank, refusal_layout
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.wire import FrameType
 

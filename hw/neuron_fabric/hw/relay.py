@@ -7,11 +7,10 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.memory import Memory
 from amaranth.lib.wiring import In, Out
 
-from neuron_fabric.hw.banks import of_bank
 from neuron_fabric.hw.framing import HEADER, LANES
 from neuron_fabric.hw.ingress import relayed_layout
 from neuron_fabric.hw.lanes import COLLISIONS_DO_NOT_MATTER
-from neuron_fabric.hw.layout import config_layout, index_width
+from neuron_fabric.hw.layout import config_layout, index_width, of_bank
 from neuron_fabric.model.params import ReducerParams
 
 __all__ = ["RelayBuffer", "relay_layout"]

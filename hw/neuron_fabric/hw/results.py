@@ -9,7 +9,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.utils import ceil_log2
 
 from neuron_fabric.hw.lanes import PlaneSelector, TallyMemory, tally_layout
-from neuron_fabric.hw.layout import ResultFormat, config_layout, index_width, result_layout
+from neuron_fabric.hw.layout import ResultFormat, config_layout, index_width, of_bank, result_layout
 from neuron_fabric.hw.slots import result_meta_layout
 from neuron_fabric.hw.thresholds import PlaneControls, is_signed
 from neuron_fabric.model.params import ReducerParams
@@ -89,10 +89,7 @@ class ResultBuffer(wiring.Component):
         take = Signal()
         queue_room = self._queue(m, next_meta, next_straight, next_dead, has_next, take)
         next_job = Signal(config_layout(params))
-        with m.Switch(next_meta.bank):
-            for bank in range(params.jobs):
-                with m.Case(bank):
-                    m.d.comb += next_job.eq(self.config[bank])
+        m.d.comb += next_job.eq(of_bank(next_meta.bank, [Value.cast(each) for each in self.config]))
 
         # ---- what is in the ring -----------------------------------------------------------------------------------
         lines = Signal.like(meta.lines)  # that a result takes there

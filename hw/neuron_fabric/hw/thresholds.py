@@ -17,9 +17,7 @@ def controls_layout(acc_bits: int) -> data.StructLayout:
     return data.StructLayout(
         {
             "high": unsigned(acc_bits),
-            "high_equal": unsigned(1),
             "low": unsigned(acc_bits),
-            "low_equal": unsigned(1),
             "skip": unsigned(acc_bits),
             "flip": unsigned(1),
             "use_upper": unsigned(1),
@@ -83,27 +81,19 @@ class PlaneControls(wiring.Component):
         with m.Else():
             m.d.comb += [high.eq(self.margin + offset), low.eq(offset - self.margin)]
         one_hot = Signal(acc_bits)
+        # Plane 0 of a majority is negative, plane 1 negative or positive.
+        above = Signal()  # an element that is above the upper threshold is meant
+        below = Signal()
+        # No If: a part of a struct that is constant beside parts that are not would stay X in simulation.
         m.d.comb += [
             one_hot.eq(1 << self.plane),
-            self.controls.high_equal.eq(0),
+            above.eq((self.plane != 0) | self.counts_negatives),
+            below.eq((self.plane != 0) | ~self.counts_negatives),
             self.controls.low.eq(Mux(low < 0, 0, low)),
-            self.controls.low_equal.eq(1),
+            self.controls.high.eq(Mux(self.majority, Mux(high > greatest, greatest, high), one_hot - 1)),
+            self.controls.skip.eq(Mux(self.majority, 0, ~(one_hot | (one_hot - 1)))),
+            self.controls.flip.eq(self.majority & self.signed),
+            self.controls.use_upper.eq(~self.blank & (~self.majority | above)),
+            self.controls.use_lower.eq(~self.blank & self.majority & below),
         ]
-        with m.If(self.majority):
-            m.d.comb += [
-                self.controls.high.eq(Mux(high > greatest, greatest, high)),
-                self.controls.skip.eq(0),
-                self.controls.flip.eq(self.signed),
-                # Plane 0 is negative, plane 1 negative or positive.
-                self.controls.use_upper.eq(~self.blank & ((self.plane != 0) | self.counts_negatives)),
-                self.controls.use_lower.eq(~self.blank & ((self.plane != 0) | ~self.counts_negatives)),
-            ]
-        with m.Else():
-            m.d.comb += [
-                self.controls.high.eq(one_hot - 1),
-                self.controls.skip.eq(~(one_hot | (one_hot - 1))),
-                self.controls.flip.eq(0),
-                self.controls.use_upper.eq(~self.blank),
-                self.controls.use_lower.eq(0),
-            ]
         return m

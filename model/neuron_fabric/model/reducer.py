@@ -337,6 +337,7 @@ class SignCountReducer:
         if closed is not None:
             self._level -= closed.incomplete
         self._due = {key: None for key in self._due if key[0] != job}
+        self._relays = deque(relay for relay in self._relays if relay.header.job != job)
 
     def reset(self) -> None:
         """Forget everything but the counters (rule 6)."""
@@ -653,7 +654,7 @@ class SignCountReducer:
             header.voters,
             header.lines,
             job.config.epoch,
-            header.flags & ~Flags.RESEND,
+            header.flags & (Flags.MAJORITY | Flags.PARTIAL),
             header.missing,
         )
         self._relays.append(Outgoing(None, down.pack() + body))
