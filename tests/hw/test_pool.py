@@ -490,12 +490,79 @@ def test_closing_between_frames() -> None:
             await bench.put(ctx, again)
             is_open = True
             await bench.drain(ctx, 100)
+            # Its lines leave as slowly as they come in, and not before.
+            slow = vote(0, 1, epoch=2)
+            bench.feed(slow)
+            await bench.put(ctx, slow, lambda cycle: bool(cycle % 16))
+            await bench.drain(ctx, 100)
 
         bench.run(main)
         came = [(sent.bank, sent.header.epoch, sent.header.chunk) for sent in bench.came]
         assert came[0] == (0, 1, 0)  # it had begun
-        assert sorted(came[1:]) == [(0, 2, 0)] + [(1, 1, chunk) for chunk in range(5)]
+        assert sorted(came[1:]) == [(0, 2, 0), (0, 2, 1)] + [(1, 1, chunk) for chunk in range(5)]
         assert not Counter(bench.came) - Counter(bench.due)
+
+
+def test_all_jobs_close_at_once_and_not_before_the_stage_in_front_is_quiet() -> None:
+    with seeded() as rng:
+        jobs = [JobConfig(1 + j, 1, (0, 1), BINARY, base=2 * j, slots=2) for j in range(3)]
+        bench = PoolBench(PARAMS, jobs)
+
+        def vote(bank: int, worker: int) -> Vote:
+            header = Header(FrameType.CONTRIBUTE, bank + 1, worker, 0, 0, 1, 1, 1, 1)
+            return Vote(bank, header, (rng.getrandbits(16),))
+
+        async def main(ctx: Any) -> None:
+            for bank in range(3):
+                await bench.put(ctx, vote(bank, 0))
+            ctx.set(bench.core.quiet, 0)
+            ctx.set(bench.core.closed, 0b111)
+            await ctx.tick()
+            ctx.set(bench.core.closed, 0)
+            await ctx.tick().repeat(100)
+            assert ctx.get(bench.core.hold)
+            # A frame whose header was looked at before still counts for the job that was open then.
+            await bench.put(ctx, vote(0, 1))
+            await bench.drain(ctx)
+            assert len(bench.came) == 2  # planes of a tally of two
+            ctx.set(bench.core.quiet, 1)
+            await tick_until(ctx, ~bench.core.hold, "the fall of hold")
+            for bank in range(3):
+                await bench.put(ctx, vote(bank, 1))
+            await bench.drain(ctx)
+            assert len(bench.came) == 2  # worker 0 is forgotten everywhere
+            assert ctx.get(bench.core.level) == 3
+
+        bench.run(main)
+
+
+def test_what_a_childs_members_ask_for_again_goes_up_once() -> None:
+    with seeded() as rng:
+        config = JobConfig(1, 1, (0, 1), BINARY, parent=Parent(None, 9, 2, 5, leaves=2))
+        is_open = True
+        bench = PoolBench(replace(PARAMS, jobs=1), [config], ready=lambda _cycle: is_open)
+
+        async def main(ctx: Any) -> None:
+            nonlocal is_open
+            votes = {}
+            for chunk in range(6):
+                is_open = chunk == 0
+                for worker in range(2):
+                    header = Header(FrameType.CONTRIBUTE, 1, worker, chunk, 0, 1, 1, 3, 1)
+                    votes[worker, chunk] = Vote(0, header, tuple(rng.getrandbits(16) for _ in range(3)))
+                    bench.feed(votes[worker, chunk])
+                    await bench.put(ctx, votes[worker, chunk])
+                await ctx.tick().repeat(20)
+            before = len(bench.came)
+            # Four results fill the buffer, and one is owed.
+            for worker in (0, 1, 0):
+                await bench.put(ctx, votes[worker, 0])
+            is_open = True
+            await bench.drain(ctx, 100)
+            again = [sent for sent in bench.came[before:] if sent.header.chunk == 0]
+            assert [(sent.to, sent.header.plane) for sent in again] == [("up", 0), ("up", 1)]
+
+        bench.run(main)
 
 
 def test_input_that_leaves_no_cycle_is_held_for_one() -> None:

@@ -1,40 +1,17 @@
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from neuron_fabric.sim import build
 from neuron_fabric.sim.plan import Plan
-from neuron_fabric.sim.simulators import Requirement, find, project_root
-from neuron_fabric.sim.table import Row, render, size_of, write_json
-
-ROWS = pytest.StashKey[list[Row]]()
+from neuron_fabric.sim.simulators import Requirement, find
+from neuron_fabric.sim.table import PROPERTY, size_of
 
 RunBench = Callable[..., build.Outcome]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash.setdefault(ROWS, [])
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = config.stash.get(ROWS, [])
-    if not rows:
-        return
-    path = project_root() / "build" / "sim" / "report.json"
-    write_json(rows, path)
-    terminalreporter.ensure_newline()
-    # A pipe has no width; 80 columns would break every row.
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "150"))
-    render(rows, Console(width=width))
-    seed = os.environ.get("NEURON_FABRIC_SEED", "1")
-    print(f"random seeds from {seed} (NEURON_FABRIC_SEED, NEURON_FABRIC_SEEDS); table as JSON: {path}")
 
 
 @pytest.fixture
@@ -53,6 +30,7 @@ def run_bench(request: pytest.FixtureRequest) -> RunBench:
             # The simulator is looked for here, so that a missing one fails each test that needs it, with its message.
             outcome = build.run(folder, plan, find(requirement), **options)
             row |= {"cycles": outcome.measured.cycles, "result": "passed", "note": _note(outcome)}
+            row["figures"] = outcome.measured.figures
         except Exception as error:
             row["note"] = str(error).splitlines()[0]
             raise
@@ -60,8 +38,8 @@ def run_bench(request: pytest.FixtureRequest) -> RunBench:
             if record:
                 seconds = time.monotonic() - begun
                 title = request.node.name.removeprefix("test_")
-                rows = request.config.stash[ROWS]
-                rows.append(Row(title, requirement.title, size_of(plan.params), plan.seed, seconds=seconds, **row))
+                row |= {"name": title, "simulator": requirement.title, "parameters": size_of(plan.params)}
+                request.node.user_properties.append((PROPERTY, {**row, "seed": plan.seed, "seconds": seconds}))
         return outcome
 
     return run
@@ -73,4 +51,5 @@ def _note(outcome: build.Outcome) -> str:
     if measured.latency_last:
         first, last = (", ".join(map(str, sorted(found))) for found in (measured.latency_first, measured.latency_last))
         note += f"; latency {first} from the first line, {last} from the last"
+    note += "".join(f"; {name.replace('_', ' ')} {value:g}" for name, value in sorted(measured.figures.items()))
     return note + (f"; waves {outcome.waves}" if outcome.waves else "")

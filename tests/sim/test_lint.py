@@ -22,15 +22,20 @@ WAIVED = {
 """Warnings that are off, with the reason."""
 
 
-@pytest.mark.parametrize("top", ["axis", "core"])
+FULL = ReducerParams(512, 16, 8, 16, 6, 4, 3)
+LEAST = ReducerParams(512, 1, 1, 1, 1, 1, 1)
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("top", "params"),
     [
-        ReducerParams(512, 16, 8, 16, 6, 4),
-        ReducerParams(64, 4, 2, 5, 5, 3),
-        ReducerParams(64, 1, 1, 1, 1, 1),
+        *((top, ReducerParams(512, 16, 8, 16, 6, 4)) for top in ("axis", "core")),
+        *((top, ReducerParams(64, 4, 2, 5, 5, 3)) for top in ("axis", "core")),
+        *((top, ReducerParams(64, 1, 1, 1, 1, 1)) for top in ("axis", "core")),
+        *((top, FULL) for top in ("udp", "cxl")),
+        *((top, LEAST) for top in ("udp", "cxl")),
     ],
-    ids=["full", "small", "least"],
+    ids=lambda value: value if isinstance(value, str) else f"{value.lanes}x{value.lines_per_chunk}",
 )
 def test_lint(top: str, params: ReducerParams, tmp_path: Path) -> None:
     verilator: Simulator = find(VERILATOR)

@@ -10,12 +10,12 @@ from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.sim import build
 from neuron_fabric.sim.build import BenchFailedError
 from neuron_fabric.sim.mutate import mutants
-from neuron_fabric.sim.mutations import MUTATIONS
 from neuron_fabric.sim.plan import Plan
 from neuron_fabric.sim.simulators import ICARUS
 
 pytestmark = pytest.mark.rtl
 
+UDP = ReducerParams(lanes=512, lines_per_chunk=3, slots=4, workers=3, acc_bits=5, max_planes=3, jobs=2)
 MAIN = ReducerParams(lanes=64, lines_per_chunk=4, slots=2, workers=5, acc_bits=5, max_planes=3)
 
 VOTES = {"encoding": "binary", "world": 4}
@@ -32,7 +32,7 @@ SHOWS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", SHOWS)
 def test_fault_in_the_golden_model(run_bench, name: str) -> None:
     scenario, options, message = SHOWS[name]
     plan = Plan(scenario, MAIN, 1, options, {"source": "always", "sink": "always"})
@@ -72,3 +72,30 @@ def test_faults_in_the_design(run_bench) -> None:
 def test_the_hunting_plans_pass_without_a_fault(run_bench) -> None:
     for plan in HUNT:
         run_bench(plan, ICARUS, record=False)
+
+
+AROUND_THE_CORE = r"udp\.(ingress|egress|relay|nacks|addresses)"
+UDP_BENCH = {"source": "mostly", "sink": "mostly", "bus": "mostly", "patience": 1500}
+UDP_MIX = {"frames": 180, "events": 30, "timeout": 2500}
+UDP_HUNT = (
+    Plan("random", UDP, 1, {**UDP_MIX, "kinds": ["child", "plain"], "group": False}, UDP_BENCH, top="udp"),
+    Plan("strikes", UDP, 2, {"rounds": 5, "chunks": 4}, UDP_BENCH, top="udp"),
+    Plan("random", UDP, 2, {**UDP_MIX, "kinds": ["plain"], "group": True}, UDP_BENCH, top="udp"),
+)
+
+
+def test_faults_around_the_core(run_bench) -> None:
+    """The same for what makes an in-network endpoint of the core."""
+    text, _ = build.verilog(UDP, "udp")
+    survivors = []
+    tried = mutants(text, 6, seed=1, modules=AROUND_THE_CORE)
+    for mutant, change in tried:
+        for plan in UDP_HUNT:
+            try:
+                run_bench(plan, ICARUS, text=mutant, record=False)
+            except BenchFailedError:
+                break
+        else:
+            survivors.append(change)
+    print(f"{len(tried) - len(survivors)} of {len(tried)} faulty designs found; not: {survivors}")
+    assert len(survivors) <= len(tried) // 3, survivors

@@ -9,8 +9,9 @@ from amaranth import ClockDomain, Module
 from amaranth.sim import Simulator
 
 from neuron_fabric.hw import AxiStreamReducer
-from neuron_fabric.sim.bench import Bench, BenchTimeoutError, Measured
+from neuron_fabric.sim.bench import Bench, BenchTimeoutError
 from neuron_fabric.sim.configure import configuration
+from neuron_fabric.sim.measured import Measured
 from neuron_fabric.sim.stimulus import Scenario
 
 __all__ = ["run"]

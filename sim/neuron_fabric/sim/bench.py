@@ -13,22 +13,41 @@ Every wait has a limit in cycles, so a bench ends whatever the gateware does.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from neuron_fabric.model.wire import HEADER_BYTES, HEADER_OFFSET
+from neuron_fabric.sim.measured import Measured
 from neuron_fabric.sim.oracle import Oracle, Reaction
 from neuron_fabric.sim.scoreboard import Mismatch, Scoreboard
 from neuron_fabric.sim.stimulus import Scenario, stream_beats
 from neuron_fabric.sim.streams import StreamRules, pattern
 
-__all__ = ["Bench", "BenchTimeoutError", "Drive", "Measured", "Pins"]
+__all__ = ["Bench", "BenchTimeoutError", "CycleBench", "Drive", "Pins"]
 
 _RESET_CYCLES = 3
 
 
 class BenchTimeoutError(AssertionError):
     """Something did not happen within its number of cycles; the message says what was waited for."""
+
+
+class CycleBench(Protocol):
+    """A bench that is asked what to drive and told to look, once a cycle."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all was sent and all has come."""
+
+    @property
+    def cycle(self) -> int:
+        """The cycle that comes next."""
+
+    def drive(self, wires: Any) -> None:
+        """Set the inputs of this cycle."""
+
+    def observe(self, wires: Any) -> None:
+        """Look at the outputs of this cycle; raises what is wrong with them."""
 
 
 class Pins(Protocol):
@@ -53,43 +72,6 @@ class Drive:
     data: int = 0
     last: bool = False
     ready: bool = False
-
-
-@dataclass
-class Measured:
-    """What a run of a bench tells.
-
-    Attributes
-    ----------
-    cycles : int
-        Clock cycles in all.
-    frames, lines, results : int
-        Frames sent, payload lines sent, results received.
-    busy : int
-        Cycles from the first beat sent to the last one.
-    latency_first : list of int
-        The different latencies of results to all: cycles from the transfer of the first payload line of the completing
-        frame to the cycle in which the result's header is valid. Only where nothing was in the way.
-    latency_last : list of int
-        The same from that frame's last line.
-    """
-
-    cycles: int = 0
-    frames: int = 0
-    lines: int = 0
-    results: int = 0
-    busy: int = 0
-    latency_first: list[int] = field(default_factory=list)
-    latency_last: list[int] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Payload lines per cycle over the whole input."""
-        return self.lines / self.busy if self.busy else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "rate": self.rate}
 
 
 class Bench:

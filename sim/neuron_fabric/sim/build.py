@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,11 +26,11 @@ from cocotb_tools.runner import get_runner
 
 from neuron_fabric.hw import export
 from neuron_fabric.model.params import ReducerParams
-from neuron_fabric.sim.bench import Measured
-from neuron_fabric.sim.configure import configuration
+from neuron_fabric.sim.measured import Measured
 from neuron_fabric.sim.plan import PLAN_VARIABLE, Plan
 from neuron_fabric.sim.simulators import Simulator, project_root
-from neuron_fabric.sim.wrapper import TOP, wrap
+from neuron_fabric.sim.tops import top_of
+from neuron_fabric.sim.wrapper import TOP
 
 __all__ = ["BenchFailedError", "BuildFailedError", "Outcome", "build", "run", "verilog", "waves_wanted"]
 
@@ -42,7 +42,7 @@ _BUILD_ARGS = {
     # The bench around the design compares with X, which Verilator has not got.
     "verilator": ["-Wno-fatal", "-Wno-lint", "-O3", "--x-assign", "fast", "--x-initial", "fast", "--no-timing"],
 }
-_KEPT = {"icarus": 60, "verilator": 6}
+_KEPT = {"icarus": 60, "verilator": 12}
 _LEFTOVERS = (".o", ".a", ".gch")  # of the compiler: 140 MB a build
 
 
@@ -73,10 +73,10 @@ def _folder() -> Path:
 
 
 @functools.cache
-def verilog(params: ReducerParams) -> tuple[str, str]:
-    """Verilog text and JSON manifest of the AXI4-Stream reducer."""
+def verilog(params: ReducerParams, design: str = "axis") -> tuple[str, str]:
+    """Verilog text and JSON manifest of a design of :mod:`neuron_fabric.hw.verilog`."""
     with tempfile.TemporaryDirectory() as folder:
-        path = export("axis", params, folder)
+        path = export(design, params, folder)
         return path.read_text(encoding="utf-8"), path.with_suffix(".json").read_text(encoding="utf-8")
 
 
@@ -102,8 +102,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(params: ReducerParams, simulator: Simulator, *, text: str | None = None) -> Path:
-    """The folder of the built simulation of ``params``, built now or before.
+def build(params: ReducerParams, simulator: Simulator, *, top: str = "axis", text: str | None = None) -> Path:
+    """The folder of the built simulation of a top, built now or before.
 
     Parameters
     ----------
@@ -111,11 +111,14 @@ def build(params: ReducerParams, simulator: Simulator, *, text: str | None = Non
         Of the design.
     simulator : Simulator
         As :func:`~neuron_fabric.sim.simulators.find` found it.
+    top : str
+        Name in :data:`~neuron_fabric.sim.tops.TOPS`.
     text : str, optional
         Verilog to take instead of what the gateware exports.
     """
-    exported, manifest = verilog(params)
-    sources = {"design.v": exported if text is None else text, "bench.v": wrap(json.loads(manifest))}
+    kind = top_of(top)
+    exported, manifest = verilog(params, kind.design)
+    sources = {"design.v": exported if text is None else text, "bench.v": kind.harness(json.loads(manifest))}
     # Icarus can always dump; Verilator must be built for it.
     waves = waves_wanted() and simulator.name == "verilator"
     arguments = _BUILD_ARGS[simulator.name]
@@ -190,12 +193,13 @@ def run(
     BenchFailedError
         With the bench's own message.
     """
-    built = build(plan.params, simulator, text=text)
+    kind = top_of(plan.top)
+    built = build(plan.params, simulator, top=plan.top, text=text)
     folder = _folder() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     results, report, log = folder / "results.xml", folder / "measured.json", folder / "sim.log"
-    plan.write(folder / "plan.json", configuration(plan.make().scenario), report)
+    plan.write(folder / "plan.json", kind.ports(plan), report)
     waves = folder / ("dump.fst" if simulator.name == "icarus" else "dump.vcd") if waves_wanted() else None
     begun = time.monotonic()
     problem = ""
@@ -203,7 +207,7 @@ def run(
         try:
             runner = get_runner(simulator.name)
             runner.test(
-                test_module="neuron_fabric.sim.benches.axis",
+                test_module=kind.module,
                 hdl_toplevel=TOP,
                 hdl_toplevel_lang="verilog",
                 build_dir=built,
@@ -230,7 +234,7 @@ def run(
     if waves:
         print(f"waves: {waves}")
     content: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    return Outcome(Measured(**{key: content[key] for key in asdict(Measured())}), seconds, waves)
+    return Outcome(Measured.from_dict(content), seconds, waves)
 
 
 def _failure(results: Path) -> str | None:

@@ -11,18 +11,20 @@ _EXCHANGE = {"&": "|", "|": "&", "^": "|", "+": "-", "-": "+", "==": "!="}
 _SITE = re.compile(r"(?<= )(?P<operator>&|\||\^|\+|-|==)(?= )")
 
 
-def mutants(text: str, count: int, seed: int) -> list[tuple[str, str]]:
+def mutants(text: str, count: int, seed: int, modules: str = "") -> list[tuple[str, str]]:
     """``count`` versions of a Verilog text with one binary operator exchanged, and what was done to each.
 
-    Only continuous assignments are touched: in the text that Amaranth makes, all logic is in them.
+    Only continuous assignments are touched: in the text that Amaranth makes, all logic is in them. With ``modules``
+    only those of modules in whose names this regular expression is found.
     """
     lines = text.splitlines(keepends=True)
-    sites = [
-        (number, match)
-        for number, line in enumerate(lines)
-        if line.startswith("  assign ")
-        for match in _SITE.finditer(line.partition("=")[2])
-    ]
+    sites = []
+    inside = False
+    for number, line in enumerate(lines):
+        if line.startswith("module "):
+            inside = re.search(modules, line) is not None
+        elif inside and line.startswith("  assign "):
+            sites += [(number, match) for match in _SITE.finditer(line.partition("=")[2])]
     rng = random.Random(f"mutants:{seed}")
     made = []
     for number, match in rng.sample(sites, count):

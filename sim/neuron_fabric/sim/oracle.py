@@ -69,7 +69,7 @@ class Oracle:
         self._golden = kind(scenario.params)
         if scenario.enabled:
             self._golden.open(scenario.job)
-        self._held: dict[tuple[int, int], int] = {}
+        self._held: dict[int, int] = {}
         self.events.clear()
 
     def feed(self, frame: Frame) -> Reaction:
@@ -104,11 +104,10 @@ class Oracle:
         """Keep the books about who holds which slot version."""
         if reason is not Reason.NONE:
             return None  # a frame that claims is never refused
-        params = self._scenario.params
         header = Header.unpack(payload)
         if not after["duplicates"]:
             self.events["accepted_frame"] += 1
-        where = params.slot_of(header.chunk), params.version_of(header.chunk)
+        where = header.chunk % (2 * self._scenario.job.slot_count(self._scenario.params))
         before = self._held.get(where)
         self._held[where] = header.chunk
         return before if before is not None and before != header.chunk else None

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from neuron_fabric.model.params import ReducerParams
-from neuron_fabric.sim.bench import Bench
-from neuron_fabric.sim.stimulus import scenario
 
 __all__ = ["PLAN_VARIABLE", "Plan"]
 
@@ -20,21 +18,23 @@ PLAN_VARIABLE = "NEURON_FABRIC_PLAN"
 
 @dataclass(frozen=True)
 class Plan:
-    """One run of a bench.
+    """One run of a bench. Everything in it must survive JSON.
 
     Attributes
     ----------
     scenario : str
-        Name in :data:`~neuron_fabric.sim.stimulus.SCENARIOS`.
+        Name of a stimulus that the top's bench knows.
     params : ReducerParams
         Of the design.
     seed : int
     options : dict
         Of the scenario's generator.
     bench : dict
-        Options of :class:`~neuron_fabric.sim.bench.Bench`.
+        Options of the bench.
     limit : int
         Cycles after which the run has failed.
+    top : str
+        Name in :data:`~neuron_fabric.sim.tops.TOPS`.
     """
 
     scenario: str
@@ -43,22 +43,19 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     bench: dict[str, Any] = field(default_factory=dict)
     limit: int = 200_000
-
-    def make(self) -> Bench:
-        """The bench, not yet started."""
-        return Bench(scenario(self.scenario, self.params, self.seed, **self.options), **self.bench)
+    top: str = "axis"
 
     def write(self, path: Path, ports: dict[str, int], report: Path) -> None:
         """Leave the plan for the simulator's process.
 
-        ``ports`` are values of the configuration ports; what was measured will be written to ``report``.
+        ``ports`` are values of inputs that never change; what was measured will be written to ``report``.
         """
         content = {"plan": asdict(self), "ports": ports, "report": str(report)}
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls) -> tuple[Plan, dict[str, int], Path]:
-        """What :meth:`write` left for this process."""
+        """What :meth:`write` left for this process: the plan, the values of constant inputs, the report's path."""
         content = json.loads(Path(os.environ[PLAN_VARIABLE]).read_text(encoding="utf-8"))
         plan = content["plan"]
         plan["params"] = ReducerParams(**plan["params"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +15,10 @@ from rich.table import Table
 
 from neuron_fabric.model.params import ReducerParams
 
-__all__ = ["Row", "render", "size_of", "write_json"]
+__all__ = ["PROPERTY", "Row", "render", "size_of", "write_json"]
+
+PROPERTY = "neuron-fabric-row"
+"""Under this name a test's report carries the fields of its rows, from whichever process it ran in."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class Row:
     result : str
         ``passed`` or ``failed``.
     note : str
-        What was measured.
+        What was measured, in words.
+    figures : dict
+        And by name.
     """
 
     name: str
@@ -46,19 +53,21 @@ class Row:
     seconds: float
     result: str
     note: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def size_of(params: ReducerParams) -> str:
-    """Lanes x lines, slots, workers, accumulator bits, planes: ``64x4 S2 N5 A5 P3``."""
+    """Lanes x lines, slots, workers, accumulator bits, planes, and jobs if several: ``64x4 S2 N5 A5 P3``."""
     return (
         f"{params.lanes}x{params.lines_per_chunk} S{params.slots} N{params.workers} A{params.acc_bits} "
-        f"P{params.max_planes}"
+        f"P{params.max_planes}{f' J{params.jobs}' if params.jobs > 1 else ''}"
     )
 
 
 def render(rows: Sequence[Row], console: Console | None = None) -> None:
     """Print the rows, and a line of sums."""
-    console = console or Console()
+    # A pipe has no width; 80 columns would break every row.
+    console = console or Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "150")))
     table = Table(title="RTL simulation", title_justify="left", show_footer=True, pad_edge=False)
     failed = sum(row.result != "passed" for row in rows)
     table.add_column("test", f"{len(rows)} tests", overflow="fold")

@@ -8,15 +8,11 @@ from typing import Any
 import cocotb
 from cocotb.triggers import Timer
 
-from neuron_fabric.sim.bench import BenchTimeoutError
+from neuron_fabric.sim.bench import Bench, BenchTimeoutError
+from neuron_fabric.sim.benches.clocked import HALF_PERIOD_NS, check_unknown, noted, number
 from neuron_fabric.sim.plan import Plan
 from neuron_fabric.sim.scoreboard import Mismatch
-
-HALF_PERIOD_NS = 2  # 250 MHz
-
-
-class UnknownValueError(AssertionError):
-    """An output of the gateware is X or Z after reset."""
+from neuron_fabric.sim.stimulus import scenario
 
 
 class Pins:
@@ -31,29 +27,21 @@ class Pins:
 
     def s_ready(self) -> bool:
         """``s_axis_tready``."""
-        return _number(self._ready) == 1
+        return number(self._ready) == 1
 
     def m_valid(self) -> bool:
         """``m_axis_tvalid``."""
-        return _number(self._valid) == 1
+        return number(self._valid) == 1
 
     def m_beat(self) -> tuple[int, bool, int]:
         """``m_axis_tdata``, ``m_axis_tlast`` and ``m_axis_tkeep``."""
-        return _number(self._data), _number(self._last) == 1, _number(self._keep)
-
-
-def _number(handle: Any) -> int:
-    value = handle.value
-    try:
-        return int(value)
-    except ValueError:
-        raise UnknownValueError(f"{handle._name} is {value}") from None
+        return number(self._data), number(self._last) == 1, number(self._keep)
 
 
 @cocotb.test()
-async def scenario(dut: Any) -> None:
+async def run(dut: Any) -> None:
     plan, ports, report = Plan.read()
-    bench = plan.make()
+    bench = Bench(scenario(plan.scenario, plan.params, plan.seed, **plan.options), **plan.bench)
     pins = Pins(dut)
     half = Timer(HALF_PERIOD_NS, "ns")
     for name, value in ports.items():
@@ -88,13 +76,10 @@ async def scenario(dut: Any) -> None:
         report.write_text(json.dumps(bench.measured.as_dict()) + "\n", encoding="utf-8")
 
 
-def _check(dut: Any, bench: Any) -> None:
+def _check(dut: Any, bench: Bench) -> None:
     """What the module around the gateware has noted."""
-    registers = {handle._name: handle for handle in dut}
-    unknown = [name.removeprefix("unknown_") for name, h in registers.items() if name[:8] == "unknown_" and _number(h)]
-    if unknown:
-        raise UnknownValueError(f"X after reset on {', '.join(unknown)}")
-    counts = {name.removeprefix("count_"): _number(h) for name, h in registers.items() if name[:6] == "count_"}
+    check_unknown(dut)
+    counts = noted(dut, "count_")
     if not counts:
         raise Mismatch("no event counter was found in the simulation")
     bench.check_events(counts)
