@@ -196,7 +196,7 @@ def test_an_endpoints_own_addresses(group, listen):
         ({"base": 3, "slots": 2}, {}, "2 slots from slot 3 on are not among the 16"),
         ({}, {"lines": 17}, "lines must be 0 to 16, not 17"),
         ({}, {"first_chunk": 1 << 32}, "first_chunk must be 0 to 4294967295"),
-        ({"straggler": Straggler(1 << 32, 1)}, {}, "timeout must be 1 to 4294967295 ticks"),
+        ({"straggler": Straggler(1 << 32, 1)}, {}, "timeout must be 1 to 2147483648 ticks"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(config, options, message):

@@ -84,17 +84,19 @@ class ReducerCore(wiring.Component):
         beats, or one for an ABSTAIN.
     result : stream of :func:`~neuron_fabric.hw.layout.result_layout`, out
     events : :data:`~neuron_fabric.hw.layout.EVENTS`, out
-        Strobes, two cycles after the transfer they belong to (``result_sent``: one cycle).
+        Strobes, two cycles after the transfer they belong to, or one more for each cycle that a claim waited
+        (``result_sent``: one cycle).
     refusal : :func:`~neuron_fabric.hw.layout.refusal_layout`, out
         With the event ``stale`` or ``refused``: what a NACK needs.
     opened, closed : in, one bit per bank
-        Strobes: the job's chunks are forgotten, and those of its results that have not begun to leave.
+        Strobes: the job's chunks are forgotten, and its results but for those that the output has taken up (three at
+        most).
     quiet : in
         The stage in front has no frame whose header it has looked at and whose last beat is not here yet.
     hold : out
         From such a strobe on until it has taken effect. Meanwhile the stage in front looks at no new header, and no
         ``config`` changes. It takes effect when the stage in front is quiet and what it sent has been worked off, which
-        no output can delay.
+        takes about K cycles and no output can delay.
     level : out
         Slot versions that hold an incomplete chunk.
     """
@@ -210,7 +212,6 @@ class ReducerCore(wiring.Component):
             slots.look_valid.eq(first),
             slots.visit_valid.eq(visit_valid),
             slots.settled.eq(~in_frame | (frame_version != slots.version)),
-            slots.may_complete.eq(~(go & beat.last)),  # one event a cycle
             # The last room is for those that have waited.
             slots.room.eq(results.room & (results.room_for_two | copier_busy | ~slots.waiting.any())),
             slots.free.eq(results.room & ~copier_busy),
@@ -346,7 +347,7 @@ class ReducerCore(wiring.Component):
             self.events.stale.eq(go & slots.stale),
             self.events.abandoned.eq(go & slots.abandoned),
             self.events.refused.eq(go & (slots.lines_differ | slots.abstains_late)),
-            self.events.completed.eq((go & accepted & completes & beat.last) | slots.expires),
+            self.events.completed.eq(go & accepted & completes & beat.last),
             self.events.partial.eq(slots.expires),
             self.events.result_sent.eq(results.sent),
             self.refusal.valid.eq(go & (slots.stale | slots.lines_differ | slots.abstains_late)),

@@ -59,8 +59,8 @@ EVENTS = data.StructLayout(
         "stale": 1,
         "abandoned": 1,  # an incomplete chunk was claimed by a newer one
         "refused": 1,  # another line count than the chunk's, or an ABSTAIN after some planes
-        "completed": 1,  # at the completing frame's last beat, or by the straggler rule; one a cycle
-        "partial": 1,  # the straggler rule completed a chunk
+        "completed": 1,  # by a frame, at its last beat
+        "partial": 1,  # by the straggler rule; also in a cycle in which a frame completes another chunk
         "result_sent": 1,  # the last beat of a result was transferred; once per destination in the result's header
     }
 )

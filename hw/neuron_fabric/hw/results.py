@@ -39,7 +39,7 @@ class ResultBuffer(wiring.Component):
     room, room_for_two : a result of full length fits, or two
     reserve, meta, straight : a new result, and who writes it; only with ``room``
     write_straight, write_copy, line : its next line; one writer a cycle
-    forget, forget_bank : drop the results of a job that have not begun to leave; all their lines are written
+    forget, forget_bank : drop the results of a job that the output has not taken up; all their lines are written
     sent : a result has left to one destination, or to everybody where that is one in the header
     result : stream of result beats
     """
@@ -87,7 +87,7 @@ class ResultBuffer(wiring.Component):
         next_meta, next_straight, next_dead = Signal(meta.shape()), Signal(), Signal()
         has_next = Signal()
         take = Signal()
-        queue_room = self._queue(m, next_meta, next_straight, next_dead, has_next, take)
+        queued = self._queue(m, next_meta, next_straight, next_dead, has_next, take)
         next_job = Signal(config_layout(params))
         m.d.comb += next_job.eq(of_bank(next_meta.bank, [Value.cast(each) for each in self.config]))
 
@@ -103,8 +103,8 @@ class ResultBuffer(wiring.Component):
         frees = Signal()
         m.d.comb += [
             lines.eq(Mux(self.meta.empty, 0, self.meta.lines)),
-            self.room.eq((used <= depth - params.lines_per_chunk) & queue_room),
-            self.room_for_two.eq((used <= depth - 2 * params.lines_per_chunk) & queue_room),
+            self.room.eq((used <= depth - params.lines_per_chunk) & (queued <= self.QUEUE - 1)),
+            self.room_for_two.eq((used <= depth - 2 * params.lines_per_chunk) & (queued <= self.QUEUE - 2)),
             ring.write_enable.eq(self.write_straight | self.write_copy),
             ring.write_address.eq(Mux(self.write_straight, straight_address, copy_address)),
             ring.write_data.eq(self.line),
@@ -262,7 +262,7 @@ class ResultBuffer(wiring.Component):
         return m
 
     def _queue(self, m: Module, meta: data.View, straight: Signal, dead: Signal, valid: Signal, take: Signal) -> Value:
-        """A queue whose entries can be marked as dead, by job; gives back whether it has room."""
+        """A queue whose entries can be marked as dead, by job; gives back how many there are."""
         params = self._params
         entry = data.StructLayout({"meta": result_meta_layout(params), "straight": 1})
         m.submodules.queue = queue = Memory(shape=entry, depth=self.QUEUE, init=[])
@@ -291,4 +291,4 @@ class ResultBuffer(wiring.Component):
                 m.d.sync += [bank.eq(self.meta.bank), deads[index].eq(0)]
             with m.If(self.forget & (bank == self.forget_bank)):
                 m.d.sync += deads[index].eq(1)
-        return level != self.QUEUE
+        return level

@@ -62,7 +62,6 @@ class SlotTable(wiring.Component):
     look_valid, visit_valid : the frame, or the visit, of the last ``look`` is being judged in this cycle
     commit : the verdict takes effect (always, but for a claim that has to wait)
     settled : no frame is still being added to the slot version that is visited
-    may_complete : a visit may complete a chunk in this cycle
     room : a result can start whose lines are copied while they are summed
     free : a result can start whose lines are read from the tally memory
     now : the time, in cycles
@@ -93,7 +92,6 @@ class SlotTable(wiring.Component):
                 "visit_valid": In(1),
                 "commit": In(1),
                 "settled": In(1),
-                "may_complete": In(1),
                 "room": In(1),
                 "free": In(1),
                 "now": In(32),
@@ -242,7 +240,7 @@ class SlotTable(wiring.Component):
         m.d.comb += [
             visited.eq(self.visit_valid & live & self.settled),
             timed_out.eq((job.timeout != 0) & (word.expired | ((self.now - word.claimed)[:32] >= job.timeout))),
-            self.expires.eq(visited & ~word.complete & timed_out & (word.voters >= job.quorum) & self.may_complete),
+            self.expires.eq(visited & ~word.complete & timed_out & (word.voters >= job.quorum)),
             owes.eq(visited & word.owed.any()),
             picked.eq(everybody),
         ]

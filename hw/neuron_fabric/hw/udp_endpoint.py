@@ -56,7 +56,7 @@ class UdpEndpoint(wiring.Component):
     def __init__(self, params: ReducerParams, relays: int = 8) -> None:
         check_size("a UDP endpoint", params.lanes, params.lines_per_chunk + 1)
         self.params = params
-        self.registers = AxiLiteRegisters(params, widths={"nacks_dropped": 2})
+        self.registers = AxiLiteRegisters(params, widths={"nacks_dropped": 2, "completed": 2})
         self.ingress = Ingress(params)
         self._relays = relays
         super().__init__(
@@ -167,7 +167,7 @@ class UdpEndpoint(wiring.Component):
         counted: dict[str, Value | int] = {
             "frames": ingress.events.frame,
             "lines": events.accepted_line,
-            "completed": events.completed,
+            "completed": events.completed + events.partial,
             "results": events.result_sent,
             "duplicates": events.duplicate,
             "stale": events.stale,

@@ -38,8 +38,8 @@ BITMAP_BYTES = 64
 _TO_PARENT = -1
 """Key of the pending bit that stands for the parent reducer."""
 
-_MAX_TIMEOUT = (1 << 32) - 1
-"""JOB_TIMEOUT is one register."""
+_MAX_TIMEOUT = 1 << 31
+"""Half a turn of a 32-bit clock, so that a timeout that has passed is noticed before the clock has come round."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Complete a chunk ``timeout`` ticks (1 to 2**32 - 1) after it was claimed, if there are ``quorum`` voters."""
+    """Complete a chunk ``timeout`` ticks (1 to 2**31) after it was claimed, if there are ``quorum`` voters."""
 
     timeout: int
     quorum: int
@@ -252,6 +252,11 @@ def _check_alone(config: JobConfig, params: ReducerParams) -> None:
             f"{where}: a result takes {config.result_planes} planes; the accumulator has {params.acc_bits} bits"
         )
     if config.straggler is not None:
+        if params.lanes < params.workers:
+            raise ValueError(
+                f"{where}: the straggler rule needs a lane for each of {params.workers} workers, whom a PARTIAL result "
+                f"lists in one beat; this reducer has {params.lanes}"
+            )
         if encoding.planes != 1:
             raise ValueError(f"{where}: the straggler rule needs a one-plane encoding, not {encoding.name!r}")
         if config.parent is not None:
