@@ -663,7 +663,7 @@ def check_counting_breaks_on_one_rank(rank, world):
     with pytest.raises(Exception, match="the reducer of rank 0 failed for bucket 0 of step 2"):
         averaged(ddp, gradients(rank, 2))
     # After a failed backward pass DDP may refuse the next one by itself, before it calls the hook.
-    with pytest.raises(Exception, match=r"takes no more buckets: the reducer of rank 0 failed|INTERNAL ASSERT|[Rr]educ"):
+    with pytest.raises(Exception, match=r"takes no more buckets|INTERNAL ASSERT|[Rr]educ"):
         averaged(ddp, gradients(rank, 3))
     assert "the reducer of rank 0 failed" in str(state._stopped)
     state.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -71,8 +72,8 @@ def agree_ready(problem: Exception | None, group: dist.ProcessGroup) -> None:
 
 
 def agree_on_outcome(
-    failed: list[bool], not_finite: bool, digest: int, group: dist.ProcessGroup
-) -> tuple[list[bool], bool]:
+    failed: list[bool], not_finite: bool, digest: int, group: dist.ProcessGroup, told: Sequence[int] = ()
+) -> tuple[list[bool], bool, list[int]]:
     """What the ranks tell each other once at the end of a backward pass, in one MAX all-reduce.
 
     Parameters
@@ -84,10 +85,12 @@ def agree_on_outcome(
     digest : int
         Stands for the plan of the next step; below 2**62 and the same on all ranks.
     group : ProcessGroup
+    told : sequence of int
+        Anything else; of each the maximum counts.
 
     Returns
     -------
-    failed, not_finite
+    failed, not_finite, told
         On any rank.
 
     Raises
@@ -96,8 +99,9 @@ def agree_on_outcome(
         On every rank, if the digests differ.
     """
     # The maximum of (x, -x) over ranks is (max, -min): equal ends mean that all ranks have the same x.
-    told = torch.tensor([digest, -digest, int(not_finite), *map(int, failed)], dtype=torch.int64)
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
-    if int(told[0]) != -int(told[1]):
+    outcome = torch.tensor([digest, -digest, int(not_finite), *map(int, failed), *told], dtype=torch.int64)
+    dist.all_reduce(outcome, dist.ReduceOp.MAX, group=group)
+    if int(outcome[0]) != -int(outcome[1]):
         raise RuntimeError("the ranks have come to different plans for the next step")
-    return told[3:].bool().tolist(), bool(told[2])
+    rest = 3 + len(failed)
+    return outcome[3:rest].bool().tolist(), bool(outcome[2]), outcome[rest:].tolist()

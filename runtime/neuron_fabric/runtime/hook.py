@@ -10,16 +10,17 @@ How a step runs, and why:
   worker thread, in bucket order, on a group of their own. So each group sees one order on all ranks; launching from
   future callbacks would let two ranks disagree.
 * Encoding only reads: the gradient stays in the bucket until the bucket's outcome is known.
-* With error feedback, or with a reducer that can fail on one rank, all buckets of a step are held until the last one
-  is there; one MAX all-reduce tells all ranks which buckets failed and whether anything was not finite. Failed buckets
-  are redone in FP32 in ascending order, then residuals are committed, then the rest is decoded.
+* With a profile, with error feedback, or with a reducer that can fail on one rank, all buckets of a step are held until
+  the last one is there; one MAX all-reduce tells all ranks which buckets failed, whether anything was not finite, what
+  the health signals are, and the digest of the next step's plan. Failed buckets are redone in FP32 in ascending order,
+  then residuals are committed, then the rest is decoded.
 * Otherwise each bucket is decoded as soon as its votes are there, and nothing is added to plain DDP's collectives.
 """
 
 # No "from __future__ import annotations" here: torch compares the hook's annotations with the types themselves.
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.runtime.agreement import agree_on_outcome, agree_ready, check_same, describe_model
+from neuron_fabric.runtime.binding import plan_for
 from neuron_fabric.runtime.codec import (
     MAX_WORLD,
     CodecKernels,
@@ -40,23 +42,33 @@ from neuron_fabric.runtime.codec import (
     packed_majority_table,
 )
 from neuron_fabric.runtime.collectives import borrow_group, give_back_group
+from neuron_fabric.runtime.controller import PlanController
 from neuron_fabric.runtime.fifo import Fifo
 from neuron_fabric.runtime.layout import BucketLayout, Segment, lay_out
+from neuron_fabric.runtime.ordered import OrderedAverage
 from neuron_fabric.runtime.plan import (
     SPARSE_MEMORY,
     SPARSE_SHARE,
     Plan,
     Region,
     ResultFormat,
+    Route,
     bound_parameters,
 )
+from neuron_fabric.runtime.profile import Profile
+from neuron_fabric.runtime.reasons import Reason
+from neuron_fabric.runtime.steering import Steering
+from neuron_fabric.runtime.telemetry import StepClock, step_record
 from neuron_fabric.runtime.traffic import Traffic, ring_bytes
 from neuron_fabric.runtime.transports import make
 from neuron_fabric.runtime.transports.base import BucketVotes, Exchange, ReducerFailedError, VotesKind
 
 __all__ = ["NeuronFabricState", "attach", "neuron_fabric_hook"]
 
+_STATE_VERSION = 1
+
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -68,8 +80,10 @@ class _Bucket:
     last: bool
     done: torch.futures.Future[Any]
     signs: torch.futures.Future[Any] | None
-    fp32: torch.futures.Future[Any] | None
+    fp32: torch.futures.Future[Any] | OrderedAverage | None
     remainder: torch.Tensor | None
+    probe: bool = False
+    """Whether the whole bucket is averaged in FP32 and the votes only compared with that."""
     votes: BucketVotes | None = None
     failure: ReducerFailedError | None = None
 
@@ -80,7 +94,7 @@ class _Bucket:
     @property
     def finite(self) -> bool:
         """Whether no rank's gradient has a NaN or Inf; a bucket that failed is looked at after its redo."""
-        summed = self.buffer if self.layout.all_fp32 else self.remainder
+        summed = self.buffer if self.layout.all_fp32 or self.probe else self.remainder
         return (self.votes is None or self.votes.envelopes.finite) and (
             summed is None or bool(torch.isfinite(summed).all())
         )
@@ -93,14 +107,21 @@ class NeuronFabricState:
     ----------
     ddp : DistributedDataParallel
         Parameters must be on the CPU.
-    plan : Plan
+    plan : Plan or Profile
+        With a plan its regions vote in every step; with a profile in those in which it admits them.
     transport : str
         ``auto``, ``allgather``, ``collective`` or ``golden``.
+    fp32 : str
+        ``allreduce``, or ``ordered`` for averages whose bits do not depend on how buckets are laid out
+        (:mod:`neuron_fabric.runtime.ordered`), so that a resumed run is bitwise the interrupted one at any world size.
 
     Attributes
     ----------
     step : int
         Backward passes so far.
+    telemetry : callable, optional
+        Called at the end of each step with a record of plain values, by the worker thread; see
+        :mod:`neuron_fabric.runtime.telemetry`. Only for states that agree on each step's outcome.
     traffic : Traffic
     fallbacks : Counter
         What was to go low-bit and went FP32, by reason: ``reducer_failed`` (buckets), ``sparse`` (parameters).
@@ -113,24 +134,44 @@ class NeuronFabricState:
         If the plan does not fit the model, the world is larger than 64, or ranks differ in model or plan.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, plan: Plan, transport: str = "auto") -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        plan: Plan | Profile,
+        transport: str = "auto",
+        *,
+        fp32: str = "allreduce",
+    ) -> None:
+        self.profile = plan if isinstance(plan, Profile) else None
+        self.plan = Plan() if isinstance(plan, Profile) else plan
         self.group: dist.ProcessGroup = ddp.process_group
         self.rank, self.world = self.group.rank(), self.group.size()
         problem = None
+        self.steering: Steering | None = None
         try:
+            if fp32 not in ("allreduce", "ordered"):
+                raise ValueError(f"fp32 must be allreduce or ordered, not {fp32!r}")
             self._bind(ddp, transport)
         except Exception as error:
             problem = error  # raised once the others know that something is wrong
         check_same("model", describe_model(ddp.module), self.group)
-        check_same("plan and transport", [repr(plan), transport], self.group)
+        profile = ["none"] if self.profile is None else [self.profile.name, self.profile.hash]
+        check_same("plan and transport", [repr(self.plan), transport, fp32, *profile], self.group)
         agree_ready(problem, self.group)
         # A step's outcome is agreed only where it matters to somebody.
-        self._holds = bool(self.residuals) or (self._transport.may_fail and any(self.regions.values()))
-        self._own_group = borrow_group(self.group) if self._holds or self._transport.deferred else None
+        self._holds = (
+            self.steering is not None
+            or bool(self.residuals)
+            or (self._transport.may_fail and any(self.regions.values()))
+        )
+        self._ordered = fp32 == "ordered"
+        second = self._holds or self._ordered or self._transport.deferred
+        self._own_group = borrow_group(self.group) if second else None
         self._transport.attach(self.group, self._own_group)
         self._worker = Fifo("neuron-fabric") if self._own_group is not None else None
-        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        self._layouts: dict[tuple[Any, ...], BucketLayout] = {}
+        self._voting: tuple[str, ...] = ()
+        self._probing = False
         self._held: list[_Bucket] = []
         self._sparse: set[str] = set()
         self._too_sparse: set[str] = set()
@@ -140,9 +181,92 @@ class NeuronFabricState:
         self.step = 0
         self.traffic = Traffic()
         self.fallbacks: Counter[str] = Counter()
+        self.telemetry: Callable[[dict[str, Any]], None] | None = None
+        self._clock = StepClock()
+
+    def observe(self, loss: float | None = None, learning_rate: float | None = None) -> None:
+        """Tell the monitor this rank's loss (before scaling by a GradScaler) and learning rate.
+
+        What is told before or during a backward pass belongs to it; of several values the last counts. Over the ranks
+        the greatest counts. Without a profile this does nothing.
+        """
+        if self.steering is not None:
+            self.steering.observe(loss, learning_rate)
+
+    # ---- checkpoints and reports -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as tensors and plain values (it loads under ``weights_only=True``).
+
+        Call it between two steps, on every rank: residuals are each rank's own.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "world": self.world,
+            "rank": self.rank,
+            "step": self.step,
+            "loss_scale": self._loss_scale,
+            "residuals": {name: residual.clone() for name, residual in self.residuals.items()},
+            "sparse": sorted(self._sparse | self._too_sparse),
+            "zero_share": dict(self._zero_share),
+            "traffic": self.traffic.as_dict(),
+            "fallbacks": dict(self.fallbacks),
+            "steering": None if self.steering is None else self.steering.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, before the first step.
+
+        At the same world size the run goes on bitwise (at three workers and more with ``fp32="ordered"``). At another
+        one residuals start at zero, since nobody's residual is anybody's any more: what is lost is at most one clipped
+        error an element.
+
+        Raises
+        ------
+        ValueError
+            If it is of another version, of another rank, or of other parameters or regions; nothing has changed then.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(f"state: version {state.get('version')!r} where {_STATE_VERSION} is known")
+        same_world = state["world"] == self.world
+        if same_world and state["rank"] != self.rank:
+            raise ValueError(f"state: it is rank {state['rank']}'s, and this is rank {self.rank}: save one a rank")
+        for name, residual in state["residuals"].items():
+            if name not in self.residuals or residual.numel() != self.residuals[name].numel():
+                raise ValueError(f"state: a residual of parameter {name!r} fits none of this plan's")
+        if (self.steering is None) != (state["steering"] is None):
+            raise ValueError("state: one of the two runs has a profile and the other has none")
+        if self.steering is not None:
+            self.steering.load_state_dict(state["steering"])
+        for name, residual in self.residuals.items():
+            saved = state["residuals"].get(name) if same_world else None
+            residual.zero_() if saved is None else residual.copy_(saved)
+        self.step, self._loss_scale = int(state["step"]), float(state["loss_scale"])
+        self._sparse, self._too_sparse = set(state["sparse"]), set()
+        self._zero_share = dict(state["zero_share"])
+        self.traffic = Traffic(**state["traffic"])
+        self.fallbacks = Counter(state["fallbacks"])
+        self._layouts.clear()
+
+    def summary(self) -> str:
+        """A few lines for people: how far, how much went low-bit, what fell back and why."""
+        totals = self.traffic.as_dict()
+        share = totals["low_bit_elements"] / totals["elements"] if totals["elements"] else 0.0
+        lines = [
+            f"{self.step} steps; {share:.1%} of all gradient elements low-bit",
+            f"sent {totals['sent_bytes'] / 1e6:.1f} MB, an FP32 ring {totals['ring_bytes'] / 1e6:.1f} MB",
+        ]
+        lines += [f"{reason}: {count}" for reason, count in sorted(self.fallbacks.items())]
+        if self.steering is not None:
+            lines.append(f"mode {self.steering.decision.mode.value}")
+        return "\n".join(lines)
 
     def _bind(self, ddp: DistributedDataParallel, transport: str) -> None:
         """Everything that can be refused without asking the other ranks."""
+        if self.profile is not None:
+            self.plan = plan_for(self.profile, ddp.module, self.world)
+            policy, regions = self.profile.controller_policy(), self.profile.region_policies()
+            self.steering = Steering(PlanController(policy, self.world, regions), self.world)
         if not 1 <= self.world <= MAX_WORLD:
             raise ValueError(f"a tally counts 1 to {MAX_WORLD} workers, not {self.world}")
         parameters = bound_parameters(ddp.module)
@@ -154,6 +278,11 @@ class NeuronFabricState:
         self._transport = make(transport, self.world)
         self._kernels: CodecKernels = codec_backend()
         self.regions: dict[str, Region | None] = self.plan.bind(ddp.module)
+        for region in self.regions.values():
+            if region is not None and region.route is not Route.BINARY:
+                raise ValueError(
+                    f"region {region.name!r}: the hook aggregates no {region.route.value} votes; make it binary or fp32"
+                )
         self._names = {id(p): name for name, p in parameters.items()}
         self.residuals = {
             name: torch.zeros(parameters[name].numel())
@@ -188,7 +317,7 @@ class NeuronFabricState:
         if buffer.layout is not torch.strided:
             raise RuntimeError("a bucket with sparse gradients reached the hook; build the layer with sparse=False")
         if bucket.index() == 0:
-            self._leave_sparse()
+            self._begin_step()
         layout = self._layout(bucket)
         exchange = Exchange(bucket.index(), self.step, layout, [], np.zeros(layout.words, np.uint64))
         itemsize, last = buffer.element_size(), bucket.is_last()
@@ -198,47 +327,61 @@ class NeuronFabricState:
             elements=layout.numel,
             ring_bytes=ring_bytes(itemsize * layout.numel, self.world),
         )
-        if layout.fp32_runs:
-            self.traffic.add_fp32(itemsize * layout.fp32_numel, self.world)
+        probe = self._probing and not layout.all_fp32
+        fp32_numel = layout.numel if probe else layout.fp32_numel
+        if fp32_numel:
+            self.traffic.add_fp32(itemsize * fp32_numel, self.world)
         self.step += last
 
-        if layout.all_fp32 and not self._holds:
-            return self._average(buffer).then(_first)
+        if layout.all_fp32 and not self._holds and not self._ordered:
+            return self._all_reduce(buffer).then(_first)
         signs, fp32, remainder = None, None, None
         if layout.segments:
             self._encode(exchange, buffer.numpy())
             signs = self._transport.start(exchange)
-        if layout.all_fp32:
+        if layout.all_fp32 or probe:
             fp32 = self._average(buffer)
         elif layout.fp32_runs:
             remainder = torch.cat([buffer.narrow(0, at, numel) for at, numel in layout.fp32_runs])
             fp32 = self._average(remainder)
-        held = _Bucket(exchange, buffer, last, torch.futures.Future(), signs, fp32, remainder)
+        held = _Bucket(exchange, buffer, last, torch.futures.Future(), signs, fp32, remainder, probe)
         if self._worker is None:
-            waits = [future for future in (signs, fp32) if future is not None]
+            waits: list[Any] = [future for future in (signs, fp32) if future is not None]
             return torch.futures.collect_all(waits).then(lambda done: self._finish_now(held, done))
         self._worker.submit(lambda: self._second_stage(held))
         return held.done.then(_value_or_raise)
 
-    def _average(self, tensor: torch.Tensor) -> torch.futures.Future[Any]:
+    def _average(self, tensor: torch.Tensor) -> torch.futures.Future[Any] | OrderedAverage:
+        return OrderedAverage.start(tensor, self.group) if self._ordered else self._all_reduce(tensor)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[Any]:
         # As plain DDP: multiply in the tensor's dtype, then sum. Dividing gives other bits at three workers.
         tensor.mul_(1.0 / self.world)
         future: torch.futures.Future[Any] = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
         return future
 
-    def _leave_sparse(self) -> None:
-        """At a step's start: take off the low-bit route what the last step showed to be sparse, on all ranks alike."""
+    def _begin_step(self) -> None:
+        """Take up what the last step decided, on all ranks alike: who votes, and what has turned out to be sparse."""
+        self._clock.begin()
         if self._too_sparse:
             self.fallbacks["sparse"] += len(self._too_sparse)
             self._sparse |= self._too_sparse
             self._too_sparse.clear()
             self._layouts.clear()
+        names = [region.name for region in self.plan.regions]
+        if self.steering is not None:
+            self._probing = self.steering.decision.is_probe
+            names = [name for name in names if self.steering.low_bit(name) or self.steering.probes(name)]
+        self._voting = tuple(names)
 
     def _layout(self, bucket: GradBucket) -> BucketLayout:
-        key = tuple(id(parameter) for parameter in bucket.parameters())
+        key = (self._voting, *map(id, bucket.parameters()))
         layout = self._layouts.get(key)
         if layout is None:
-            routes = {name: None if name in self._sparse else region for name, region in self.regions.items()}
+            routes = {
+                name: None if region is None or name in self._sparse or region.name not in self._voting else region
+                for name, region in self.regions.items()
+            }
             layout = self._layouts[key] = lay_out(bucket, self._names, routes)
         return layout
 
@@ -280,7 +423,9 @@ class NeuronFabricState:
                         raise
                     bucket.failure = error
                 self._note(bucket)
-            if bucket.fp32 is not None:
+            if isinstance(bucket.fp32, OrderedAverage):
+                bucket.fp32.finish(self._second_group)
+            elif bucket.fp32 is not None:
                 bucket.fp32.wait()
             if not self._holds:
                 self._decode(bucket)
@@ -301,28 +446,82 @@ class NeuronFabricState:
 
     def _conclude(self) -> None:
         """End of a backward pass: agree, redo what failed, commit residuals, decode the rest."""
-        if self._own_group is None:
-            raise RuntimeError("no process group to agree on")
-        buckets = self._held
+        buckets, steering = self._held, self.steering
         finite = all(bucket.finite for bucket in buckets)
-        # The plan was compared when the state was made; what has changed since is who left the low-bit route.
-        leaving = hashlib.sha256("\n".join(sorted(self._sparse | self._too_sparse)).encode()).digest()
+        if steering is not None and self._probing:
+            self._compare(buckets, steering)
+        # The plan was compared when the state was made; what has changed since is who left the low-bit route, and what
+        # the controller has decided.
+        next_plan = [*sorted(self._sparse | self._too_sparse), *([str(steering.next.digest)] if steering else [])]
+        digest = hashlib.sha256("\n".join(next_plan).encode()).digest()
         failures = [bucket.failure is not None for bucket in buckets]
-        failed, not_finite = agree_on_outcome(
-            failures, not finite, int.from_bytes(leaving[:7], "little"), self._own_group
+        told = steering.told() if steering is not None else []
+        failed, not_finite, told = agree_on_outcome(
+            failures, not finite, int.from_bytes(digest[:7], "little"), self._second_group, told
         )
-        self.traffic.add(sent_bytes=ring_bytes(8 * (3 + len(buckets)), self.world))
+        self.traffic.add(sent_bytes=ring_bytes(8 * (3 + len(buckets) + len(told)), self.world))
         for bucket, again in zip(buckets, failed, strict=True):
             if again:
                 bucket.votes = None
-                bucket.buffer.mul_(1.0 / self.world)
-                dist.all_reduce(bucket.buffer, group=self._own_group)
                 self.fallbacks["reducer_failed"] += 1
+            if again and not bucket.probe:
+                bucket.buffer.mul_(1.0 / self.world)
+                dist.all_reduce(bucket.buffer, group=self._second_group)
                 self.traffic.add_fp32(bucket.buffer.nbytes, self.world)
                 not_finite = not_finite or not bool(torch.isfinite(bucket.buffer).all())  # the same sum on all ranks
         for bucket, again in zip(buckets, failed, strict=True):
-            if not again and bucket.votes is not None:
+            if not again and bucket.votes is not None and not bucket.probe:
                 self._decode(bucket, commit=not not_finite)
+        decision = None
+        if steering is not None:
+            decision = steering.conclude(told, not_finite, self._withdrawn(), sum(failed))
+            for route in decision.routes.values():
+                if not route.low_bit and route.reason is not Reason.PLAN:
+                    self.fallbacks[route.reason.value] += 1
+        if self.telemetry is not None:
+            alarms = steering.controller.alarms if steering is not None else ()
+            self.telemetry(
+                step_record(
+                    self.step - 1,
+                    decision,
+                    alarms,
+                    self._clock.lap(self.traffic.as_dict()),
+                    failed=sum(failed),
+                    not_finite=not_finite,
+                )
+            )
+
+    @property
+    def _second_group(self) -> dist.ProcessGroup:
+        if self._own_group is None:
+            raise RuntimeError("no process group for second stages")
+        return self._own_group
+
+    def _withdrawn(self) -> dict[str, Reason]:
+        """Regions all of whose parameters have left the low-bit route."""
+        left = self._sparse | self._too_sparse
+        members: dict[str, list[str]] = {}
+        for name, region in self.regions.items():
+            if region is not None:
+                members.setdefault(region.name, []).append(name)
+        return {region: Reason.SPARSE for region, names in members.items() if left.issuperset(names)}
+
+    def _compare(self, buckets: list[_Bucket], steering: Steering) -> None:
+        """A probe: the cosine between what the votes decode to and the FP32 average, by region."""
+        sums: dict[str, F64] = {}
+        for bucket in buckets:
+            if bucket.votes is None or not bucket.probe:
+                continue
+            exact = bucket.buffer.numpy()
+            for index, segment in enumerate(bucket.layout.segments):
+                decoded = np.empty(segment.numel, np.float32)
+                self._decode_segment(bucket.votes, index, segment, decoded)
+                a, b = decoded.astype(np.float64), exact[segment.elements].astype(np.float64)
+                total = sums.setdefault(segment.region.name, np.zeros(3))
+                total += (a @ b, a @ a, b @ b)
+        for region, (dot, mine, theirs) in sums.items():
+            norm = float(np.sqrt(mine * theirs))
+            steering.note_cosine(region, float(dot) / norm if np.isfinite(norm) and norm > 0 else None)
 
     def _note(self, bucket: _Bucket) -> None:
         """Count what was sent, and which segments turned out too sparse for signs; all ranks see the same."""
@@ -336,6 +535,8 @@ class NeuronFabricState:
             low_bit_elements=sum(segment.numel for segment in layout.segments),
             down_bits=64 * layout.words * bucket.votes.planes_back(layout),
         )
+        if self.steering is not None:
+            self.steering.votes.add(layout, bucket.votes)
         envelopes = bucket.votes.envelopes
         voting = envelopes.sent > 0
         zeros = np.where(voting, envelopes.zeros, 0).sum(0)
@@ -360,21 +561,27 @@ class NeuronFabricState:
         if votes is None:
             return
         for index, segment in enumerate(bucket.layout.segments):
-            table, scale = _table(votes, index, segment, self.world)
-            part, words = gradient[segment.elements], votes.words[:, segment.words]
-            decode: Callable[..., None]
-            rows = votes.kind is VotesKind.ROWS
+            part = gradient[segment.elements]
             feedback = segment.region.error_feedback
             voted = bucket.exchange.entries[index][1] > 0  # whoever abstains keeps its residual
             if commit and voted and feedback is not None:
-                decode = self._kernels.commit_and_decode_rows if rows else self._kernels.commit_and_decode_planes
+                table, scale = _table(votes, index, segment, self.world)
+                words = votes.words[:, segment.words]
+                decode: Callable[..., None] = self._kernels.commit_and_decode_planes
+                if votes.kind is VotesKind.ROWS:
+                    decode = self._kernels.commit_and_decode_rows
                 clip = np.float32(np.inf if feedback.clip is None else feedback.clip)
                 residual = self.residuals[segment.name].numpy()
                 own = bucket.exchange.own[segment.words]
                 decode(part, residual, own, scale, clip, np.float32(feedback.decay), words, table)
             else:
-                decode = self._kernels.decode_rows if rows else self._kernels.decode_planes
-                decode(words, table, part)
+                self._decode_segment(votes, index, segment, part)
+
+    def _decode_segment(self, votes: BucketVotes, index: int, segment: Segment, out: F32) -> None:
+        table, _scale = _table(votes, index, segment, self.world)
+        rows = votes.kind is VotesKind.ROWS
+        decode = self._kernels.decode_rows if rows else self._kernels.decode_planes
+        decode(votes.words[:, segment.words], table, out)
 
     def close(self) -> None:
         """Give back the worker thread and the process group. A backward pass after this raises ``RuntimeError``."""
@@ -404,12 +611,17 @@ def neuron_fabric_hook(state: NeuronFabricState, bucket: GradBucket) -> torch.fu
     return state.launch(bucket)
 
 
-def attach(ddp: DistributedDataParallel, plan: Plan, transport: str = "auto") -> NeuronFabricState:
+def attach(
+    ddp: DistributedDataParallel, plan: Plan | Profile, transport: str = "auto", *, fp32: str = "allreduce"
+) -> NeuronFabricState:
     """Make the state for a DDP model and register the hook.
 
-    A collective: every rank must call it. Raises as :class:`NeuronFabricState` does, before anything is registered.
+    A collective: every rank must call it. With a plan, its regions vote in every step; with a profile, in those in
+    which its phases, the health of the training and the reducer admit them.
+
+    Raises as :class:`NeuronFabricState` does, before anything is registered.
     """
-    state = NeuronFabricState(ddp, plan, transport)
+    state = NeuronFabricState(ddp, plan, transport, fp32=fp32)
     try:
         ddp.register_comm_hook(state, neuron_fabric_hook)
     except Exception:
