@@ -31,7 +31,7 @@ def plan(name: str, params: ReducerParams, seed: int, options: dict[str, Any], b
 # ---- four states -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + max(1, SEEDS // 8)))
+@pytest.mark.parametrize("seed", range(SEED, SEED + max(1, SEEDS // 12)))
 def test_random_in_icarus(run_bench, seed: int) -> None:
     """Everything at once, hardware resets too; no output is X after reset, and nothing that is read."""
     options = {"frames": 160, "events": 25, "restarts": True, "timeout": 2500}
