@@ -651,7 +651,8 @@ def check_closed(rank, world):
 
 def check_counting_breaks_on_one_rank(rank, world):
     """Without anything held there is nothing to redo from: every rank stops, with the reason, and stays stopped."""
-    ddp, state = wrap(Given(), Plan.low_bit(), "collective")
+    # A group of its own, which is out of step afterwards.
+    ddp, state = wrap(Given(), Plan.low_bit(), "collective", process_group=dist.new_group(list(range(world))))
     averaged(ddp, gradients(rank, 0))
     averaged(ddp, gradients(rank, 1))
     if rank == 0:

@@ -64,7 +64,7 @@ def test_faults_in_the_design(run_bench) -> None:
     """
     text, _ = build.verilog(MAIN)
     survivors = []
-    tried = mutants(text, 8, seed=3, modules=IN_THE_CORE)
+    tried = mutants(text, 6, seed=3, modules=IN_THE_CORE)
     for mutant, change in tried:
         for plan in HUNT:
             try:
@@ -96,7 +96,7 @@ def test_faults_around_the_core(run_bench) -> None:
     """The same for what makes an in-network endpoint of the core."""
     text, _ = build.verilog(UDP, "udp")
     survivors = []
-    tried = mutants(text, 5, seed=1, modules=AROUND_THE_CORE)
+    tried = mutants(text, 4, seed=1, modules=AROUND_THE_CORE)
     for mutant, change in tried:
         for plan in UDP_HUNT:
             try:

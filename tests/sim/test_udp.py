@@ -43,7 +43,9 @@ def test_random_in_icarus(run_bench, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + max(1, SEEDS // 24)))
 def test_random(run_bench, seed: int) -> None:
-    measured = run_bench(plan("random", FULL, seed, {"frames": 10_000, "restarts": True}, {}), VERILATOR).measured
+    measured = run_bench(
+        plan("random", FULL, seed, {"frames": 10_000, "restarts": True}, {"bus": "mostly"}), VERILATOR
+    ).measured
     assert measured.frames >= 9_990  # a hardware reset cuts one
 
 
@@ -56,7 +58,7 @@ DIRECTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one slot": ("slot_counts", {"slots": 1, "world": 3, "chunks": 30}, {}),
     "two slots": ("slot_counts", {"slots": 2, "world": 3, "chunks": 30}, {}),
     "all slots": ("slot_counts", {"slots": FULL.slots, "world": 3, "chunks": 60}, {}),
-    "every encoding": ("every_encoding", {"chunks": 4}, QUICK),
+    "every encoding": ("every_encoding", {"chunks": 3}, QUICK),
     "worlds": ("worlds", {}, QUICK),
     "stragglers": ("stragglers", {"rounds": 5, "timeout": 6000}, QUICK),
     "long stall": ("long_stall", {"cycles": 10_000}, {"source": "always", "sink": "always"}),
@@ -70,7 +72,7 @@ def test_directed(run_bench, what: str) -> None:
     assert measured.results
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + 2))
+@pytest.mark.parametrize("seed", range(SEED, SEED + max(1, SEEDS // 24)))
 def test_live_stragglers(run_bench, seed: int) -> None:
     """Chunks whose time is up while votes come in count who was there, and nobody else."""
     measured = run_bench(plan("live", FULL, seed, {}, {"source": "mostly", "sink": "mostly"}), VERILATOR).measured

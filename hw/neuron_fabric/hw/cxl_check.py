@@ -54,8 +54,10 @@ class TransactionCheck(wiring.Component):
         m.d.comb += decoder.address.eq(self.address)
         with m.Switch(decoder.target.bank):
             for bank in range(params.jobs):
-                with m.Case(bank):  # any other bank is never open
+                with m.Case(bank):
                     m.d.comb += sampled.eq(self.config[bank])
+            with m.Default():  # any other bank is never open
+                m.d.comb += sampled.eq(0)
         valid, write, full = Signal(), Signal(), Signal()
         target = Signal(target_layout(self._map), reset_less=True)
         config = Signal(cxl_config_layout(params), reset_less=True)

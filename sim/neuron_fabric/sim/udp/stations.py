@@ -13,7 +13,7 @@ from neuron_fabric.sim.stimulus import encodings_for
 
 __all__ = ["NEVER", "Network", "draw_job", "parent_at", "slot_ranges", "worker_at"]
 
-NEVER = (1 << 32) - 1
+NEVER = 1 << 31
 """A straggler timeout that no simulation reaches."""
 
 _PORT = 20045
