@@ -28,7 +28,7 @@ unit: $(VENV)/.dev ## all tests, the RTL simulation included
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 sim: $(VENV)/.dev ## RTL against the golden model on two simulators; WAVES=1 leaves waveforms
-	WAVES=$(WAVES) $(BIN)/neuron-fabric sim $(ARGS)
+	WAVES=$(WAVES) $(BIN)/neuron-fabric sim -n 2 --dist loadfile $(ARGS)
 
 soak: $(VENV)/.dev ## the random benches for long, up to the first failure; SEEDS=, MINUTES=
 	$(BIN)/python -m neuron_fabric.sim.soak --seeds $(or $(SEEDS),20) --minutes $(or $(MINUTES),60) $(ARGS)
