@@ -38,7 +38,9 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]
 def test_all_pass(ran: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--seeds", "2"]) == 0
     assert len(ran) == 2 * len(soak.CAMPAIGN)
-    assert "all passed" in capsys.readouterr().out
+    said = capsys.readouterr().out  # the table may be narrow, and then breaks its lines
+    assert said.count("passed") >= len(ran)
+    assert "failed" not in said
     assert len(json.loads(Path("build/sim/soak.json").read_text())) == len(ran)
 
 
