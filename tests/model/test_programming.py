@@ -109,7 +109,7 @@ def some_job(rng):
         parent = Parent(worker_at(99), rng.getrandbits(16), rng.randrange(0xFFFF), rng.getrandbits(16), 0)
         extra = {"parent": Parent(parent.address, parent.job, parent.worker, parent.epoch, world * encoding.leaves)}
     if kind == "straggler" and encoding.planes == 1:
-        extra = {"straggler": Straggler(rng.randint(1, (1 << 32) - 1), rng.randint(1, world))}
+        extra = {"straggler": Straggler(rng.randint(1, 1 << 31), rng.randint(1, world))}
     slots = 1 << rng.randrange(5)
     return JobConfig(
         rng.getrandbits(16),
