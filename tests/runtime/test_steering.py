@@ -177,6 +177,8 @@ def check_resume(rank, world, transport):
     # Buckets are laid out anew, so what is padded differs; what was to be sent does not.
     for name in ("steps", "elements", "low_bit_elements"):
         assert whole.state.traffic.as_dict()[name] == resumed.state.traffic.as_dict()[name]
+    # A record is one step's, whatever was counted before it.
+    assert [r["low_bit_elements"] for r in whole.records[8:]] == [r["low_bit_elements"] for r in resumed.records]
     same_everywhere(resumed.modes())
     for each in (whole, resumed):
         each.state.close()

@@ -32,7 +32,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.runtime.agreement import agree_on_outcome, agree_ready, check_same, describe_model
-from neuron_fabric.runtime.binding import plan_for
+from neuron_fabric.runtime.binding import bind
 from neuron_fabric.runtime.codec import (
     MAX_WORLD,
     CodecKernels,
@@ -263,10 +263,6 @@ class NeuronFabricState:
 
     def _bind(self, ddp: DistributedDataParallel, transport: str) -> None:
         """Everything that can be refused without asking the other ranks."""
-        if self.profile is not None:
-            self.plan = plan_for(self.profile, ddp.module, self.world)
-            policy, regions = self.profile.controller_policy(), self.profile.region_policies()
-            self.steering = Steering(PlanController(policy, self.world, regions), self.world)
         if not 1 <= self.world <= MAX_WORLD:
             raise ValueError(f"a tally counts 1 to {MAX_WORLD} workers, not {self.world}")
         parameters = bound_parameters(ddp.module)
@@ -277,7 +273,14 @@ class NeuronFabricState:
             )
         self._transport = make(transport, self.world)
         self._kernels: CodecKernels = codec_backend()
-        self.regions: dict[str, Region | None] = self.plan.bind(ddp.module)
+        self.regions: dict[str, Region | None]
+        if self.profile is None:
+            self.regions = self.plan.bind(ddp.module)
+        else:
+            self.regions = bind(self.profile, ddp.module, self.world)
+            self.plan = self.profile.plan()
+            policy, regions = self.profile.controller_policy(), self.profile.region_policies()
+            self.steering = Steering(PlanController(policy, self.world, regions), self.world)
         for region in self.regions.values():
             if region is not None and region.route is not Route.BINARY:
                 raise ValueError(
@@ -362,7 +365,8 @@ class NeuronFabricState:
 
     def _begin_step(self) -> None:
         """Take up what the last step decided, on all ranks alike: who votes, and what has turned out to be sparse."""
-        self._clock.begin()
+        if self.telemetry is not None:
+            self._clock.begin(self.traffic.as_dict())
         if self._too_sparse:
             self.fallbacks["sparse"] += len(self._too_sparse)
             self._sparse |= self._too_sparse

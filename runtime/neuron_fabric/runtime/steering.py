@@ -22,7 +22,6 @@ from neuron_fabric.runtime.votes import VoteStatistics
 __all__ = ["Steering", "ordered_float", "ordered_key"]
 
 _NOTHING = -(1 << 63)
-_INFINITE = float("inf")
 
 
 def ordered_key(value: float | None) -> int:
@@ -82,7 +81,7 @@ class Steering:
         if loss is not None:
             self._loss = float(loss)
         if learning_rate is not None:
-            if not 0 <= learning_rate < _INFINITE:
+            if not 0 <= learning_rate < math.inf:
                 raise ValueError(f"learning rate must be 0 or more and finite, but is {learning_rate}")
             self._learning_rate = float(learning_rate)
 

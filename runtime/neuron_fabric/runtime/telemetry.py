@@ -31,14 +31,13 @@ class StepClock:
         self._begun = time.perf_counter()
         self._totals: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """The first bucket of a step is here."""
-        self._begun = time.perf_counter()
+    def begin(self, totals: dict[str, int]) -> None:
+        """The first bucket of a step is here, and these are the totals before it."""
+        self._begun, self._totals = time.perf_counter(), totals
 
     def lap(self, totals: Mapping[str, int]) -> dict[str, float]:
-        """Seconds since :meth:`begin`, and by how much each total has grown since the last call."""
+        """Seconds since :meth:`begin`, and by how much each total has grown since then."""
         grown = {name: value - self._totals.get(name, 0) for name, value in totals.items()}
-        self._totals = dict(totals)
         return {"seconds": time.perf_counter() - self._begun, **grown}
 
 

@@ -34,8 +34,6 @@ class RegionVotes:
         How many; of them with ``|S| = voters``, and with ``S = 0``.
     margin : int
         Sum of ``|S|``.
-    voters : int
-        Workers of a vote.
     scale_sum : float
         Sum over segments of their scale times their elements, and of the elements in ``scale_elements``.
     """
@@ -44,7 +42,6 @@ class RegionVotes:
     unanimous: int = 0
     ties: int = 0
     margin: int = 0
-    voters: int = 0
     scale_sum: float = 0.0
     scale_elements: int = 0
 
@@ -116,7 +113,7 @@ class VoteStatistics:
             sample = self._samples[layout.digest] = VoteSample(layout)
         sums = sample.sums(votes, self._world)
         for index, segment in enumerate(layout.segments):
-            region = self.regions.setdefault(segment.region.name, RegionVotes(voters=self._world))
+            region = self.regions.setdefault(segment.region.name, RegionVotes())
             region.scale_sum += float(votes.envelopes.scale(index)) * segment.numel
             region.scale_elements += segment.numel
             if sums is not None:
@@ -132,7 +129,7 @@ class VoteStatistics:
         return (
             {name: votes.unanimous / votes.elements for name, votes in known.items()},
             {name: votes.ties / votes.elements for name, votes in known.items()},
-            {name: votes.margin / (votes.elements * votes.voters) for name, votes in known.items()},
+            {name: votes.margin / (votes.elements * self._world) for name, votes in known.items()},
         )
 
     def scales(self) -> Mapping[str, float]:
