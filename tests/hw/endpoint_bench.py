@@ -9,7 +9,6 @@ from typing import Any
 
 from amaranth.hdl import Cat
 
-from neuron_fabric.hw.framing import LANES
 from neuron_fabric.hw.udp_endpoint import UdpEndpoint
 from neuron_fabric.model import JobConfig, ReducerParams, net, programming
 from neuron_fabric.model.endpoint import NetworkEndpoint, buffer_bytes
@@ -19,7 +18,7 @@ from neuron_fabric.model.registers import COUNTERS, words
 from neuron_fabric.model.wire import DESTINATION_ALL, Flags, FrameType, Header
 
 from .bench import Ready, always, tick_until
-from .stream_bench import LINE, Bench, never
+from .stream_bench import LINE, Bench, frames_of, never
 
 Step = bytes | int | list[RegisterWrite] | None
 Script = Iterable[Step | Callable[[], Step]]
@@ -274,15 +273,7 @@ class EndpointBench:
 
     def frames(self, first: int = 0) -> list[bytes]:
         """What came out, from a beat on."""
-        frames, frame = [], b""
-        for beat in self.output.beats[first:]:
-            assert beat >> LANES & (1 << LINE) - 1 == (1 << LINE) - 1, "tkeep"
-            frame += (beat & (1 << LANES) - 1).to_bytes(LINE, "little")
-            if beat >> LANES + LINE:
-                frames.append(frame)
-                frame = b""
-        assert frame == b""
-        return frames
+        return frames_of(self.output.beats[first:])
 
     def check(self, everything: bool = False, jobs_change: bool = False) -> None:
         """Frames against what was due, and every counter.

@@ -11,13 +11,26 @@ from amaranth.hdl import ClockDomain, Module, Value
 from amaranth.lib import data
 from amaranth.sim import Simulator
 
-from neuron_fabric.hw.framing import ENDPOINT, endpoint_fields
+from neuron_fabric.hw.framing import ENDPOINT, LANES, endpoint_fields
 from neuron_fabric.model.net import Endpoint
 from neuron_fabric.model.wire import HEADER_BYTES, Flags, FrameType, Header
 
 from .bench import Ready, pack, tick_until
 
 LINE = 64
+
+
+def frames_of(beats: Iterable[int]) -> list[bytes]:
+    """Whole frames of beats of tdata, tkeep (all ones) and tlast."""
+    frames, frame = [], b""
+    for beat in beats:
+        assert beat >> LANES & (1 << LINE) - 1 == (1 << LINE) - 1, "tkeep"
+        frame += (beat & (1 << LANES) - 1).to_bytes(LINE, "little")
+        if beat >> LANES + LINE:
+            frames.append(frame)
+            frame = b""
+    assert frame == b""
+    return frames
 
 
 def never(_cycle: int) -> bool:

@@ -13,7 +13,7 @@ from amaranth.hdl import Cat, Module, Value
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from neuron_fabric.hw.framing import ENDPOINT, LANES, OnesComplementSum, endpoint_fields
+from neuron_fabric.hw.framing import ENDPOINT, OnesComplementSum, endpoint_fields
 from neuron_fabric.hw.udp_rx import RECEIVER_EVENTS, UdpReceiver, received_layout
 from neuron_fabric.hw.udp_tx import SENT_LAYOUT, UdpTransmitter
 from neuron_fabric.model.net import (
@@ -30,7 +30,7 @@ from neuron_fabric.model.net import (
 from neuron_fabric.model.wire import HEADER_BYTES
 
 from .bench import Ready, always, seeded, sometimes, tick_until, unpack
-from .stream_bench import Bench, endpoint, never, set_endpoint
+from .stream_bench import Bench, endpoint, frames_of, never, set_endpoint
 
 ME = Endpoint.of("02:00:00:12:34:56", "10.1.2.3", 20045)
 GROUP = Endpoint.multicast("239.1.2.3", 20046)
@@ -424,15 +424,7 @@ class TransmitterBench:
         assert self.too_long == sum(len(payload) > longest for _to, payload in datagrams)
 
     def frames(self) -> list[bytes]:
-        frames, frame = [], b""
-        for beat in self.output.beats:
-            assert beat >> LANES & (1 << LINE) - 1 == (1 << LINE) - 1, "tkeep"
-            frame += (beat & (1 << LANES) - 1).to_bytes(LINE, "little")
-            if beat >> LANES + LINE:
-                frames.append(frame)
-                frame = b""
-        assert frame == b""
-        return frames
+        return frames_of(self.output.beats)
 
 
 def datagram(rng: random.Random, lines: int) -> tuple[Endpoint, bytes]:

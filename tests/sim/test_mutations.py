@@ -57,24 +57,28 @@ HUNT = (
 IN_THE_CORE = r"reducer_axis(\s|\.core\.(adder|tallies|results|slots))"
 
 
+def hunt(run_bench, plans, faulty):
+    """At most a third of the faulty designs pass all plans."""
+    survivors = []
+    for text, change in faulty:
+        for plan in plans:
+            try:
+                run_bench(plan, ICARUS, text=text, record=False)
+            except BenchFailedError:
+                break
+        else:
+            survivors.append(change)
+    print(f"{len(faulty) - len(survivors)} of {len(faulty)} faulty designs found; not: {survivors}")
+    assert len(survivors) <= len(faulty) // 3, survivors
+
+
 def test_faults_in_the_design(run_bench) -> None:
     """Of designs with one operator exchanged most are found.
 
     Some exchanges change nothing, or nothing that this top shows: it has one job that is never closed, no stragglers.
     """
     text, _ = build.verilog(MAIN)
-    survivors = []
-    tried = mutants(text, 6, seed=3, modules=IN_THE_CORE)
-    for mutant, change in tried:
-        for plan in HUNT:
-            try:
-                run_bench(plan, ICARUS, text=mutant, record=False)
-            except BenchFailedError:
-                break
-        else:
-            survivors.append(change)
-    print(f"{len(tried) - len(survivors)} of {len(tried)} faulty designs found; not: {survivors}")
-    assert len(survivors) <= len(tried) // 3, survivors
+    hunt(run_bench, HUNT, mutants(text, 6, seed=3, modules=IN_THE_CORE))
 
 
 def test_the_hunting_plans_pass_without_a_fault(run_bench) -> None:
@@ -95,15 +99,4 @@ UDP_HUNT = (
 def test_faults_around_the_core(run_bench) -> None:
     """The same for what makes an in-network endpoint of the core."""
     text, _ = build.verilog(UDP, "udp")
-    survivors = []
-    tried = mutants(text, 4, seed=1, modules=AROUND_THE_CORE)
-    for mutant, change in tried:
-        for plan in UDP_HUNT:
-            try:
-                run_bench(plan, ICARUS, text=mutant, record=False)
-            except BenchFailedError:
-                break
-        else:
-            survivors.append(change)
-    print(f"{len(tried) - len(survivors)} of {len(tried)} faulty designs found; not: {survivors}")
-    assert len(survivors) <= len(tried) // 3, survivors
+    hunt(run_bench, UDP_HUNT, mutants(text, 4, seed=1, modules=AROUND_THE_CORE))

@@ -83,11 +83,3 @@ class ReducerParams:
     def max_shift(self) -> int:
         """The greatest shift of a weight: as many planes as an encoding may have are enough to reach it."""
         return min(self.max_planes, self.acc_bits) - 1
-
-    def slot_of(self, chunk: int) -> int:
-        """The slot of a chunk number, in a job that has all slots."""
-        return chunk % self.slots
-
-    def version_of(self, chunk: int) -> int:
-        """The version, 0 or 1, of a chunk number, in a job that has all slots."""
-        return (chunk // self.slots) % 2

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from neuron_fabric.model.wire import DESTINATION_ALL, HEADER_BYTES, HEADER_FIELDS, HEADER_OFFSET, Header, HeaderError
+from neuron_fabric.model.wire import DESTINATION_ALL, HEADER_OFFSET, Header, HeaderError
+from neuron_fabric.sim.difference import difference
 from neuron_fabric.sim.oracle import Reaction, Result
 
 __all__ = ["Mismatch", "Scoreboard"]
@@ -101,7 +102,7 @@ class Scoreboard:
         if data != expected:
             raise Mismatch(
                 f"result of chunk {current.chunk} to {current.destination:#x}, plane {self._plane} of "
-                f"{len(current.frames)}: {_difference(data, expected)}"
+                f"{len(current.frames)}: {difference(data, expected)}"
             )
         self._plane += 1
         if self._plane == len(current.frames):
@@ -155,25 +156,3 @@ class Scoreboard:
         if self._current is not None and (chunk is None or self._current.chunk == chunk):
             owed.append(f"the rest of chunk {self._current.chunk}")
         return owed
-
-
-def _difference(data: bytes, expected: bytes) -> str:
-    """Where two frames differ first, in words."""
-    if len(data) != len(expected):
-        return f"{len(data)} bytes, expected {len(expected)}"
-    at = next(k for k, (a, b) in enumerate(zip(data, expected, strict=True)) if a != b)
-    start = HEADER_OFFSET + HEADER_BYTES
-    if at < HEADER_OFFSET:
-        return f"byte {at} is {data[at]:#04x}, expected 0"
-    if at < start:
-        for name, offset, size, _doc in HEADER_FIELDS:
-            begin = HEADER_OFFSET + offset
-            if begin <= at < begin + size:
-                was, should = data[begin : begin + size], expected[begin : begin + size]
-                return f"header field {name} is 0x{was.hex()}, expected 0x{should.hex()}"
-    wrong = sum((a ^ b).bit_count() for a, b in zip(data[start:], expected[start:], strict=True))
-    bit = ((data[at] ^ expected[at]) & -(data[at] ^ expected[at])).bit_length() - 1
-    return (
-        f"element {8 * (at - start) + bit} is {data[at] >> bit & 1}, expected {expected[at] >> bit & 1}; "
-        f"{wrong} elements differ"
-    )

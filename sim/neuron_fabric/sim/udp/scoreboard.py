@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from neuron_fabric.model.net import HEADERS_BYTES
-from neuron_fabric.model.wire import DESTINATION_ALL, HEADER_BYTES, HEADER_FIELDS, FrameType, Header, HeaderError
+from neuron_fabric.model.wire import DESTINATION_ALL, FrameType, Header, HeaderError
+from neuron_fabric.sim.difference import difference
 from neuron_fabric.sim.scoreboard import Mismatch
 from neuron_fabric.sim.streams import ReceivedFrame
 from neuron_fabric.sim.udp.oracle import Due, Held, Key, Reaction, key_of
@@ -298,26 +299,5 @@ def _job_of(frame: bytes) -> int:
 
 
 def _difference(data: bytes, expected: bytes) -> str:
-    """Where two frames differ first, in words."""
-    if len(data) != len(expected):
-        return f"{len(data)} bytes, expected {len(expected)}"
-    differs = [k for k, (a, b) in enumerate(zip(data, expected, strict=True)) if a != b]
-    if not differs:
-        return "the same, but not due any more"
-    # A checksum differs with whatever it covers, so it is told only if nothing else is wrong.
-    at = next((k for k in differs if k not in _CHECKSUMS), differs[0])
-    start = HEADERS_BYTES + HEADER_BYTES
-    if at < HEADERS_BYTES:
-        return f"byte {at} of the Ethernet, IPv4 and UDP headers is {data[at]:#04x}, expected {expected[at]:#04x}"
-    if at < start:
-        for name, offset, size, _doc in HEADER_FIELDS:
-            begin = HEADERS_BYTES + offset
-            if begin <= at < begin + size:
-                was, should = data[begin : begin + size], expected[begin : begin + size]
-                return f"header field {name} is 0x{was.hex()}, expected 0x{should.hex()}"
-    wrong = sum((a ^ b).bit_count() for a, b in zip(data[start:], expected[start:], strict=True))
-    bit = ((data[at] ^ expected[at]) & -(data[at] ^ expected[at])).bit_length() - 1
-    return (
-        f"element {8 * (at - start) + bit} is {data[at] >> bit & 1}, expected {expected[at] >> bit & 1}; "
-        f"{wrong} elements differ"
-    )
+    # A checksum differs with whatever it covers.
+    return difference(data, expected, front=" of the Ethernet, IPv4 and UDP headers", derived=_CHECKSUMS)
