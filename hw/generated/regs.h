@@ -258,7 +258,7 @@
 #define NF_JOB_RESULT_PLANES_MASK 0x0000ff00u
 #define NF_JOB_RESULT_MARGIN_SHIFT 16
 #define NF_JOB_RESULT_MARGIN_MASK 0xffff0000u
-/* straggler timeout, cycles; 0: off (rw) */
+/* straggler timeout, cycles, at most 2^31; 0: off (rw) */
 #define NF_JOB_TIMEOUT 0x044u
 /* straggler quorum (rw) */
 #define NF_JOB_QUORUM 0x048u

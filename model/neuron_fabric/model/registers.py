@@ -387,7 +387,12 @@ REGISTERS: tuple[Register, ...] = (
         per_job=True,
     ),
     Register(
-        "JOB_TIMEOUT", 0x44, Access.RW, "straggler timeout, cycles; 0: off", _word("cycles", "0: off"), per_job=True
+        "JOB_TIMEOUT",
+        0x44,
+        Access.RW,
+        "straggler timeout, cycles, at most 2^31; 0: off",
+        _word("cycles", "0: off"),
+        per_job=True,
     ),
     Register("JOB_QUORUM", 0x48, Access.RW, "straggler quorum", (Field("voters", 0, 16, "at least"),), per_job=True),
     Register(
