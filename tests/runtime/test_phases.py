@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,9 @@ def test_a_slow_schedule_and_small_steps_never_jump():
     policy = PhasePolicy(warmup_steps=0, learning_rate_steps=50)
     assert set(reasons(policy, 600, lambda step: 0.1 * 0.995**step)) == {Reason.PLAN}
     assert set(reasons(policy, 100, lambda step: 0.1 if step < 50 else 0.05)) == {Reason.PLAN}
+    # The end of a cosine falls by more than the factor within the window, but only its last steps do so at once.
+    cosine = reasons(policy, 100, lambda step: 1 + math.cos(math.pi * step / 100))
+    assert set(cosine[:98]) == {Reason.PLAN}
 
 
 def test_a_rate_that_leaves_zero_jumps():

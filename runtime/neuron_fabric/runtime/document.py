@@ -53,9 +53,9 @@ def from_yaml(data: bytes) -> Any:
     return _checked(value)
 
 
-def from_json(data: bytes) -> Any:
+def from_json(data: bytes, *, max_bytes: int = MAX_BYTES, max_nodes: int = MAX_NODES) -> Any:
     """The value of a JSON document. ``DocumentError`` if it has none or is refused."""
-    text = _text(data)
+    text = _text(data, max_bytes)
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
@@ -66,7 +66,7 @@ def from_json(data: bytes) -> Any:
         raise
     except ValueError:  # from int()
         raise DocumentError("a number has too many digits") from None
-    return _checked(value)
+    return _checked(value, max_nodes)
 
 
 def to_yaml(value: Any) -> str:
@@ -90,24 +90,24 @@ def key_path(keys: Iterable[str | int]) -> str:
     return path or "the document"
 
 
-def _text(data: bytes) -> str:
-    if len(data) > MAX_BYTES:
-        raise DocumentError(f"larger than {MAX_BYTES} bytes")
+def _text(data: bytes, max_bytes: int = MAX_BYTES) -> str:
+    if len(data) > max_bytes:
+        raise DocumentError(f"larger than {max_bytes} bytes")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DocumentError(f"byte {error.start} is not UTF-8") from None
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: Any, max_nodes: int = MAX_NODES) -> Any:
     """The value, if it is neither too deep nor too large and all its numbers are finite."""
     waiting: list[tuple[Any, tuple[str | int, ...]]] = [(value, ())]
     nodes = 0
     while waiting:
         each, path = waiting.pop()
         nodes += 1
-        if nodes > MAX_NODES:
-            raise DocumentError(f"more than {MAX_NODES} keys and values")
+        if nodes > max_nodes:
+            raise DocumentError(f"more than {max_nodes} keys and values")
         if len(path) > MAX_DEPTH:
             raise DocumentError(f"{key_path(path)}: nested deeper than {MAX_DEPTH}")
         if isinstance(each, float) and not math.isfinite(each):

@@ -6,6 +6,7 @@ that.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ class PhasePolicy:
         Steps at which FP32 runs for ``recalibration_steps``.
     recalibration_steps : int
     learning_rate_factor : float
-        A learning rate that changes by more than this factor, up or down, within ``learning_rate_steps`` is a jump.
+        A learning rate that changes by more than this factor, up or down, from one step to the next is a jump.
     learning_rate_steps : int
-        Steps in FP32 after a jump; 0: jumps are ignored. A schedule that moves slowly never jumps. It should not be
+        Steps in FP32 after a jump; 0: jumps are ignored. A schedule that moves slowly does not jump. It should not be
         shorter than the health detectors take to settle, since they start anew at a jump.
     """
 
@@ -90,4 +91,4 @@ def phase(policy: PhasePolicy, step: int, learning_rates: Sequence[float] = ()) 
 def _jumped(policy: PhasePolicy, learning_rates: Sequence[float]) -> bool:
     # One rate more than steps: the old rate must still be seen in the last of them.
     recent = learning_rates[-policy.learning_rate_steps - 1 :]
-    return len(recent) > 1 and max(recent) > policy.learning_rate_factor * min(recent)
+    return any(max(pair) > policy.learning_rate_factor * min(pair) for pair in itertools.pairwise(recent))
