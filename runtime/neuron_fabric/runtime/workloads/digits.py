@@ -6,15 +6,18 @@ Model: the basic blocks of He et al. 2015 (arXiv 1512.03385), one per stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn import functional
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-__all__ = ["HEAD_PATTERNS", "Digits", "ResNet", "shifted"]
+__all__ = ["HEAD_PATTERNS", "Digits", "DigitsWorkload", "ResNet", "shifted"]
 
 HEAD_PATTERNS = ("head.*",)
 """Names of the classifier head's parameters."""
@@ -91,3 +94,68 @@ class ResNet(nn.Module):
         features = self.stages(functional.relu(self.norm(self.stem(x)))).mean((2, 3))
         logits: torch.Tensor = self.head(features)
         return logits
+
+
+@dataclass(frozen=True)
+class DigitsWorkload:
+    """The ResNet on randomly shifted digits, by SGD with momentum and a cosine schedule.
+
+    Parameters
+    ----------
+    width : int
+        Channels of the first stage.
+    batch : int
+        Images per rank and step.
+    epochs : int
+    learning_rate, momentum, weight_decay : float
+    data : Digits
+    """
+
+    name = "digits"
+    metric = "accuracy"
+    head = HEAD_PATTERNS
+
+    width: int = 16
+    batch: int = 8
+    epochs: int = 6
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    data: Digits = field(default_factory=Digits.load, repr=False, compare=False)
+
+    def model(self) -> nn.Module:
+        """A :class:`ResNet`."""
+        return ResNet(self.width)
+
+    def optimizer(self, model: nn.Module, total_steps: int) -> tuple[Optimizer, LRScheduler]:
+        """SGD; the rate falls to 0 along half a cosine."""
+        optimizer = SGD(model.parameters(), self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        return optimizer, CosineAnnealingLR(optimizer, total_steps)
+
+    def steps_per_epoch(self, world: int) -> int:
+        """What is left over is not seen in that epoch."""
+        per_step = self.batch * world
+        steps = len(self.data.train_labels) // per_step
+        if not steps:
+            raise ValueError(f"{per_step} images a step are more than the {len(self.data.train_labels)} there are")
+        return steps
+
+    def batches(self, epoch: int, seed: int, rank: int, world: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Shifted images and labels: one order for all ranks, of which each takes its part."""
+        images, labels = self.data.train_images, self.data.train_labels
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        shift = torch.Generator().manual_seed((1000 * seed + epoch) * world + rank)
+        for step in range(self.steps_per_epoch(world)):
+            mine = order[(step * world + rank) * self.batch :][: self.batch]
+            yield shifted(images[mine], shift), labels[mine]
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Cross entropy."""
+        images, labels = batch
+        return functional.cross_entropy(model(images), labels)
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        """Accuracy on the test digits, per cent."""
+        model.eval()
+        return 100.0 * float((model(self.data.test_images).argmax(1) == self.data.test_labels).float().mean())
