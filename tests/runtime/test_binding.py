@@ -174,13 +174,6 @@ def test_ternary_regions_bind():
 # ---- on real ranks ---------------------------------------------------------------------------------------------------
 
 
-def check_the_hook_refuses_ternary(rank, world):
-    ddp = DistributedDataParallel(ResNet(4))
-    plan = plan_for(profile(HEAD, RegionSpec(name="body", encoding="ternary")), ddp, world)
-    with pytest.raises((ValueError, RuntimeError), match="region 'body': the hook aggregates no ternary votes"):
-        attach(ddp, plan)
-
-
 def check_a_bound_profile_trains(rank, world):
     """Several routes and formats in one bucket, some parameters frozen, the model compiled and channels-last."""
     torch.manual_seed(1)
@@ -190,6 +183,7 @@ def check_a_bound_profile_trains(rank, world):
         RegionSpec(name="one_dimensional", max_ndim=1, encoding="fp32"),
         RegionSpec(name="first", patterns=("stages.0.*",), result_format="majority"),
         RegionSpec(name="stem", patterns=("stem.*",)),
+        RegionSpec(name="last", patterns=("stages.2.*",), module_types=("Conv2d",), encoding="ternary"),
         RegionSpec(name="convolutions", module_types=("Conv2d",), error_feedback=FeedbackSpec()),
         model=ModelSection.of(fingerprint(model)),
         world=WorldSizes(sizes=(world,)),
@@ -205,7 +199,7 @@ def check_a_bound_profile_trains(rank, world):
         ddp(torch.randn(4, 1, 8, 8, generator=generator)).square().sum().backward()
         optimizer.step()
     layouts = state._layouts.values()
-    assert any(len({each.region.name for each in layout.segments}) > 1 and layout.fp32_runs for layout in layouts)
+    assert any(len(layout.sections) > 1 and layout.fp32_runs for layout in layouts)
     assert set(state.residuals) == {n for n, region in state.regions.items() if region and region.name[:4] == "conv"}
     assert model.stem.weight.grad is None
     for name, parameter in model.named_parameters():
@@ -218,8 +212,3 @@ def check_a_bound_profile_trains(rank, world):
 @pytest.mark.distributed
 def test_a_bound_profile_trains(run_ranks):
     run_ranks(__file__, "check_a_bound_profile_trains", 2)
-
-
-@pytest.mark.distributed
-def test_the_hook_refuses_ternary(run_ranks):
-    run_ranks(__file__, "check_the_hook_refuses_ternary", 2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuron_fabric.model import codec
-from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.model.encoding import BINARY, TERNARY
 from neuron_fabric.runtime.codec import (
     BACKENDS,
     ENVIRONMENT_VARIABLE,
@@ -163,6 +163,165 @@ def test_l1_does_not_depend_on_where_an_array_lies(kernels):
     expected = check_encode(kernels, gradient, None, 0)[0]
     for offset in range(1, 17):
         assert check_encode(kernels, unaligned(gradient, offset), None, 0)[0] == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ ternary
+
+
+def check_encode_ternary(kernels, gradient, residual, gate):
+    n = gradient.size
+    planes = np.full((2, words_for(n)), DIRTY, np.uint64)
+    with np.errstate(all="ignore"):
+        expected = codec.encode_ternary(gradient, residual, gate=gate)
+    if residual is None:
+        l1, sent, zeros = kernels.encode_ternary(gradient, gate, *planes)
+    else:
+        l1, sent, zeros = kernels.encode_ternary_residual(gradient, residual, gate, *planes)
+    for ours, theirs in zip(planes.view(np.uint8), expected.planes, strict=True):
+        np.testing.assert_array_equal(ours[: theirs.size], theirs)
+        assert not ours[theirs.size :].any()
+    assert (sent, zeros) == (expected.sent, expected.zeros)
+    assert np.isfinite(l1) == np.isfinite(expected.l1)
+    if np.isfinite(l1):
+        assert l1 == pytest.approx(expected.l1, rel=1e-12, abs=0)
+    return l1, sent, planes
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.7, 3.0])
+@pytest.mark.parametrize("n", SIZES)
+def test_encode_ternary_at_every_size(kernels, n, gate):
+    rng = np.random.default_rng(n)
+    gradient, residual = (unaligned(rng.standard_normal(n).astype(np.float32), offset) for offset in (1, 2))
+    check_encode_ternary(kernels, gradient, None, gate)
+    check_encode_ternary(kernels, gradient, residual, gate)
+
+
+@FAST
+@given(
+    n=st.integers(1, 300),
+    seed=st.integers(0, 2**32),
+    gate=st.one_of(st.sampled_from([0.0, 0.5, 0.7, 1.0]), st.floats(0, 20)),
+    special=st.sampled_from([0, 0.2]),
+    zeros=st.sampled_from([0, 0.5, 0.98, 1]),
+    not_finite=st.sampled_from([0, 0, 0.01, 0.5]),
+    feedback=st.booleans(),
+)
+def test_encode_ternary(kernels, n, seed, gate, special, zeros, not_finite, feedback):
+    rng = np.random.default_rng(seed)
+    gradient = floats(rng, n, special=special, zeros=zeros, not_finite=not_finite)
+    residual = floats(rng, n, special=special, not_finite=not_finite) if feedback else None
+    check_encode_ternary(kernels, gradient, residual, gate)
+
+
+@pytest.mark.parametrize("n", [1, 64, 65, 200])
+def test_what_passes_no_gate_sends_nothing(kernels, n):
+    for gradient, residual, gate in (
+        (np.full(n, 0.5, np.float32), None, 1.0),  # at the gate is not above it
+        (np.full(n, -0.5, np.float32), None, 1.0),
+        (np.full(n, 0.5, np.float32), np.full(n, -0.5, np.float32), 0.0),
+        (np.resize(SPECIAL[:2], n), np.full(n, np.nan, np.float32), 0.7),
+        (np.full(n, 3e38, np.float32), None, 10.0),  # a gate that no float32 can hold
+    ):
+        l1, sent, planes = check_encode_ternary(kernels, gradient, residual, gate)
+        assert (l1, sent) == (0, 0)
+        assert not planes.any()
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 99])
+@pytest.mark.parametrize("value", NOT_FINITE)
+def test_one_value_that_is_not_finite_shows_in_the_ternary_l1(kernels, at, value):
+    for feedback in (False, True):
+        arrays = np.full((2, 100), 0.5, np.float32)
+        arrays[int(feedback), at] = value
+        l1, _, planes = check_encode_ternary(kernels, arrays[0], arrays[1] if feedback else None, 0.5)
+        assert np.isnan(l1)
+        assert not planes.any()
+
+
+def ternary_votes(rng, world, n):
+    """Rows of both planes as they lie in gathered messages, and the vote sum of each element."""
+    votes = np.array([rng.choice([-1, 0, 1], n, p=[p, 0.3, 0.7 - p]) for p in 0.7 * rng.random(world)])
+    votes[:, : n // 4] = rng.choice([-1, 1], n // 4)  # some unanimity, for the longest carries
+    rows = [message(np.array([pack(vote == sign) for vote in votes]).reshape(world, -1)) for sign in (1, -1)]
+    return rows, votes.reshape(world, n).sum(0)
+
+
+def check_ternary_result(kernels, rng, world, n, scale):
+    (positive, negative), sums = ternary_votes(rng, world, n)
+    depth = TERNARY.tally_bits(world)
+    expected = np.array([pack(sums >> k & 1 == 1) for k in range(depth)]).reshape(depth, -1)
+    planes = message(np.full_like(expected, DIRTY))
+    kernels.count_ternary(positive, negative, planes)
+    np.testing.assert_array_equal(planes, expected)
+
+    divisor, margin = int(rng.integers(1, world + 1)), int(rng.integers(0, world + 2))
+    vote = codec.majority(sums, margin)
+    for table, decoded in (
+        (count_table(world, world, scale, divisor, TERNARY), codec.decode(sums, scale, divisor)),
+        (majority_table(world, world, scale, margin, TERNARY), codec.decode(vote, scale, 1)),
+    ):
+        out = unaligned(np.full(n, 5, np.float32))
+        kernels.decode_ternary_rows(positive, negative, table, out)
+        same_bits(out, decoded)
+        assert (out.base[[0, n + 1, n + 2, n + 3]] == 77).all()
+        out = unaligned(np.full(n, 5, np.float32))
+        kernels.decode_planes(planes, table, out)
+        same_bits(out, decoded)
+    packed = np.full((2, words_for(n)), DIRTY, np.uint64)
+    kernels.pack_signed_majority(planes, margin, n, packed)
+    np.testing.assert_array_equal(packed, [pack(vote < 0), pack(vote != 0)])
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_ternary_results_at_every_size(kernels, n):
+    rng = np.random.default_rng(n)
+    for world in (1, 4, 9, 20):
+        check_ternary_result(kernels, rng, world, n, np.float32(0.013))
+
+
+@pytest.mark.parametrize("world", [*range(1, 18), 31, 32, 33, 47, 63, 64])
+def test_ternary_results_at_every_world(kernels, world):
+    rng = np.random.default_rng(world)
+    for n in (513, 4200):
+        check_ternary_result(kernels, rng, world, n, np.float32(rng.random()))
+
+
+@FAST
+@given(
+    world=st.integers(1, 64),
+    n=st.integers(1, 400),
+    seed=st.integers(0, 2**32),
+    scale=st.one_of(st.floats(0, 2.0**100, width=32), st.sampled_from([0.0, 1e-45, np.nan])),
+)
+def test_ternary_results(kernels, world, n, seed, scale):
+    check_ternary_result(kernels, np.random.default_rng(seed), world, n, np.float32(scale))
+
+
+@FAST
+@given(
+    n=st.integers(1, 300),
+    seed=st.integers(0, 2**32),
+    scale=st.one_of(st.floats(0, 2.0**100, width=32), st.sampled_from([0.0, 1.0, np.nan])),
+    clip=st.one_of(st.none(), st.sampled_from([0.0, 1.0]), st.floats(0, 10)),
+    decay=st.sampled_from([1.0, 0.5, 0.9, 0.0]),
+    not_finite=st.sampled_from([0, 0.1]),
+)
+def test_commit_ternary(kernels, n, seed, scale, clip, decay, not_finite):
+    rng = np.random.default_rng(seed)
+    scale = np.float32(scale)
+    gradient = unaligned(floats(rng, n, special=0.05, not_finite=not_finite), 3)
+    residual = unaligned(floats(rng, n, special=0.05, not_finite=not_finite), 1)
+    sent = rng.integers(-1, 2, n)
+    with np.errstate(all="ignore"):
+        kept = codec.residual_after(gradient + residual, sent, scale, clip=clip, decay=decay)
+    before = gradient.copy()
+    bound = INFINITE if clip is None else np.float32(clip)
+    kernels.commit_ternary_residual(
+        gradient, residual, pack(sent == 1), pack(sent == -1), scale, bound, np.float32(decay)
+    )
+    same_bits(residual, kept)
+    same_bits(gradient, before)
+    assert (residual.base[[0, n + 1, n + 2, n + 3]] == 77).all()
 
 
 # -------------------------------------------------------------------------------------------------------------- count
@@ -319,15 +478,19 @@ def test_inputs_may_be_read_only(kernels):
     rng = np.random.default_rng(0)
     gradient, residual, out = floats(rng, n), floats(rng, n), np.empty(n, np.float32)
     words = np.zeros((4, words_for(n)), np.uint64)
-    table = count_table(4, 4, ONE, 4)
+    table = count_table(4, 4, ONE, 4)  # as long as that of three workers' ternary votes
     for array in (gradient, table):
         array.flags.writeable = False
     kernels.encode_binary(gradient, 1, words[0])
     kernels.encode_binary_residual(gradient, gradient, 1, words[0])
+    kernels.encode_ternary(gradient, 0.5, words[0], words[1])
+    kernels.encode_ternary_residual(gradient, gradient, 0.5, words[0], words[1])
     words.flags.writeable = False
     kernels.decode_rows(words, table, out)
     kernels.decode_planes(words[:3], table, out)
+    kernels.decode_ternary_rows(words[:3], words[:3], table, out)
     kernels.commit_residual(out, residual, words[0], ONE, ONE, ONE)
+    kernels.commit_ternary_residual(out, residual, words[0], words[0], ONE, ONE, ONE)
 
 
 @pytest.mark.parametrize(
@@ -348,10 +511,25 @@ def test_inputs_may_be_read_only(kernels):
         ("fit", lambda k, f, w: k.decode_rows(w(2, 4), f(8), f(64))),
         ("1 to 64", lambda k, f, w: k.decode_rows(w(1, 65), f(128), f(64))),
         ("table", lambda k, f, w: k.decode_planes(w(1, 3), f(4), f(64))),
-        ("1 to 7", lambda k, f, w: k.decode_planes(w(1, 8), f(256), f(64))),
+        ("1 to 8", lambda k, f, w: k.decode_planes(w(1, 9), f(512), f(64))),
         ("fit", lambda k, f, w: k.decode_planes(w(1, 3), f(8), f(65))),
         ("residual", lambda k, f, w: k.commit_residual(f(64), f(65), w(1)[0], ONE, ONE, ONE)),
         ("own", lambda k, f, w: k.commit_residual(f(64), f(64), w(2)[0], ONE, ONE, ONE)),
+        ("words", lambda k, f, w: k.encode_ternary(f(65), 0.5, w(1)[0], w(1)[0])),
+        ("words", lambda k, f, w: k.encode_ternary(f(64), 0.5, w(1)[0], w(2)[0])),
+        ("residual", lambda k, f, w: k.encode_ternary_residual(f(64), f(63), 0.5, w(1)[0], w(1)[0])),
+        ("1 to 64", lambda k, f, w: k.count_ternary(w(1, 0), w(1, 0), w(1, 1))),
+        ("shape", lambda k, f, w: k.count_ternary(w(1, 4), w(1, 3), w(1, 4))),
+        ("planes", lambda k, f, w: k.count_ternary(w(1, 4), w(1, 4), w(1, 3))),
+        ("2 to 8", lambda k, f, w: k.pack_signed_majority(w(1, 1), 0, 64, w(1, 2))),
+        ("fit", lambda k, f, w: k.pack_signed_majority(w(2, 3), 0, 64, w(2, 2))),
+        ("packed", lambda k, f, w: k.pack_signed_majority(w(1, 3), 0, 64, w(1, 3))),
+        ("margin", lambda k, f, w: k.pack_signed_majority(w(1, 3), -1, 64, w(1, 2))),
+        ("table", lambda k, f, w: k.decode_ternary_rows(w(1, 4), w(1, 4), f(8), f(64))),
+        ("fit", lambda k, f, w: k.decode_ternary_rows(w(2, 4), w(2, 4), f(16), f(64))),
+        ("shape", lambda k, f, w: k.decode_ternary_rows(w(1, 4), w(1, 3), f(16), f(64))),
+        ("residual", lambda k, f, w: k.commit_ternary_residual(f(64), f(65), w(1)[0], w(1)[0], ONE, ONE, ONE)),
+        ("own", lambda k, f, w: k.commit_ternary_residual(f(64), f(64), w(1)[0], w(2)[0], ONE, ONE, ONE)),
         ("fit", lambda k, f, w: k.commit_and_decode_rows(f(64), f(64), w(1)[0], ONE, ONE, ONE, w(2, 4), f(8))),
         ("table", lambda k, f, w: k.commit_and_decode_planes(f(64), f(64), w(1)[0], ONE, ONE, ONE, w(1, 3), f(2))),
     ],
@@ -389,6 +567,8 @@ def test_tables_refuse_what_cannot_be(rule, make):
 
 def test_a_table_has_an_entry_for_all_that_planes_can_spell():
     assert [count_table(world, world, ONE, world).size for world in (1, 2, 3, 4, 7, 8, 64)] == [2, 4, 4, 8, 8, 16, 128]
+    assert [count_table(world, world, ONE, world, TERNARY).size for world in (1, 2, 3, 4, 64)] == [4, 8, 8, 16, 256]
+    assert list(count_table(3, 3, ONE, 1, TERNARY)) == [0, 1, 2, 3, -4, -3, -2, -1]
     assert (count_table(4, 0, np.float32(0), 4)[:1] == 0).all()
     assert np.isnan(count_table(4, 4, np.float32(np.nan), 4)).all()
 

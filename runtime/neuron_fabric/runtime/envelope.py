@@ -1,11 +1,13 @@
-"""The envelope: what travels in front of a bucket's sign bits.
+"""The envelope: what travels in front of a bucket's planes.
 
-A bucket's message is a header, one entry per segment, and the sign plane (or the part of it that the receiver
-counts). A separate collective for the few bytes of an envelope would cost more than the sign bits themselves, so it is
-the head of the payload collective.
+A bucket's message is a header, one entry per segment, and the planes of its sections (or the part of them that the
+receiver counts). A separate collective for the few bytes of an envelope would cost more than the planes themselves, so
+it is the head of the payload collective.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +35,11 @@ class Envelopes:
     ----------
     l1 : float64, shape (world, segments)
     sent : int64, shape (world, segments)
-        Elements sent; 0 for an abstention.
+        Elements sent; 0 for an abstention, and for a worker none of whose elements passes a ternary gate.
     zeros : int64, shape (world, segments)
         Exact zeros of the gradient.
+    voters : int64, shape (segments,)
+        How many sent something.
     """
 
     def __init__(self, entries: npt.NDArray[np.void]) -> None:
@@ -44,10 +48,9 @@ class Envelopes:
         self.zeros = entries["zeros"].astype(np.int64)
         self.voters = np.count_nonzero(self.sent, axis=0)
 
-    @property
-    def anybody_abstains(self) -> bool:
-        """Whether some rank is no voter of some segment: then no majority can be decided per chunk."""
-        return bool((self.sent == 0).any())
+    def anybody_abstains(self, segments: Sequence[int]) -> bool:
+        """Whether some rank is no voter of one of these segments."""
+        return bool((self.voters[list(segments)] < len(self.sent)).any())
 
     @property
     def finite(self) -> bool:
@@ -60,7 +63,7 @@ class Envelopes:
 
 
 def envelope_bytes(layout: BucketLayout) -> int:
-    """Bytes before the sign words; a multiple of 8."""
+    """Bytes before the planes; a multiple of 8."""
     return HEADER.itemsize + ENTRY.itemsize * len(layout.segments)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neuron_fabric.model import codec
-from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.model.encoding import BINARY, TERNARY
 from neuron_fabric.runtime.codec import words_for
 
 __all__ = [
@@ -18,12 +18,18 @@ __all__ = [
     "commit_and_decode_planes",
     "commit_and_decode_rows",
     "commit_residual",
+    "commit_ternary_residual",
     "count_planes",
+    "count_ternary",
     "decode_planes",
     "decode_rows",
+    "decode_ternary_rows",
     "encode_binary",
     "encode_binary_residual",
+    "encode_ternary",
+    "encode_ternary_residual",
     "pack_majority",
+    "pack_signed_majority",
 ]
 
 F32 = npt.NDArray[np.float32]
@@ -47,6 +53,19 @@ def encode_binary_residual(gradient: F32, residual: F32, parity: int, words: U64
     return _encode(gradient, residual, parity, words)
 
 
+def encode_ternary(gradient: F32, gate: float, positive: U64, negative: U64) -> tuple[float, int, int]:
+    """Both planes of a gradient, L1 sum and number of what is sent, exact zeros."""
+    return _encode_ternary(gradient, None, gate, positive, negative)
+
+
+def encode_ternary_residual(
+    gradient: F32, residual: F32, gate: float, positive: U64, negative: U64
+) -> tuple[float, int, int]:
+    """The same of gradient + residual, exact zeros of the gradient."""
+    _check(residual.size == gradient.size, "residual and gradient differ in size")
+    return _encode_ternary(gradient, residual, gate, positive, negative)
+
+
 def count_planes(rows: U64, planes: U64) -> None:
     """Count rows of bits into bit planes."""
     _check(1 <= rows.shape[0] <= 64, "rows must be 1 to 64 workers")
@@ -58,15 +77,37 @@ def count_planes(rows: U64, planes: U64) -> None:
             plane[:], carry = plane ^ carry, plane & carry
 
 
+def count_ternary(positive: U64, negative: U64, planes: U64) -> None:
+    """Vote sums of rows of two planes as two's complement planes."""
+    world, words = positive.shape
+    _check(1 <= world <= 64, "rows must be 1 to 64 workers")
+    _check(negative.shape == positive.shape, "positive and negative rows differ in shape")
+    _check(planes.shape == (TERNARY.tally_bits(world), words), "planes do not fit the rows")
+    tally = np.zeros(64 * words, np.int8)
+    for plus, minus in zip(positive, negative, strict=True):
+        tally += _bits(plus, tally.size).astype(np.int8) - _bits(minus, tally.size).astype(np.int8)
+    for k, plane in enumerate(planes):
+        _pack(tally >> k & 1 == 1, plane)
+
+
 def pack_majority(planes: U64, voters: int, margin: int, n: int, packed: U64) -> None:
     """Negative and nonzero planes of a tally."""
     _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
     _check(planes.shape[1] == words_for(n), "planes do not fit n")
     _check(packed.shape == (2, planes.shape[1]), "packed must be two planes of the tally's length")
     _check(margin >= 0, "margin is negative")
-    vote = codec.majority(codec.vote_sum(_index(planes, n), voters, BINARY), margin)
-    _pack(vote < 0, packed[0])
-    _pack(vote != 0, packed[1])
+    _pack_votes(codec.vote_sum(_index(planes, n), voters, BINARY), margin, packed)
+
+
+def pack_signed_majority(planes: U64, margin: int, n: int, packed: U64) -> None:
+    """Negative and nonzero planes of a vote sum in two's complement."""
+    depth = planes.shape[0]
+    _check(2 <= depth <= 8, "planes must be 2 to 8")
+    _check(planes.shape[1] == words_for(n), "planes do not fit n")
+    _check(packed.shape == (2, planes.shape[1]), "packed must be two planes of the tally's length")
+    _check(margin >= 0, "margin is negative")
+    votes = _index(planes, n).astype(np.int64)
+    _pack_votes(np.where(votes >> (depth - 1), votes - (1 << depth), votes), margin, packed)
 
 
 def decode_rows(rows: U64, table: F32, out: F32) -> None:
@@ -78,9 +119,18 @@ def decode_rows(rows: U64, table: F32, out: F32) -> None:
     decode_planes(planes, table, out)
 
 
+def decode_ternary_rows(positive: U64, negative: U64, table: F32, out: F32) -> None:
+    """Look up the vote sum of each element's bits."""
+    _check(1 <= positive.shape[0] <= 64, "rows must be 1 to 64 workers")
+    _check(positive.shape[1] == words_for(out.size), "rows do not fit out")
+    planes = np.empty((TERNARY.tally_bits(positive.shape[0]), positive.shape[1]), np.uint64)
+    count_ternary(positive, negative, planes)
+    decode_planes(planes, table, out)
+
+
 def decode_planes(planes: U64, table: F32, out: F32) -> None:
     """Look up the index that each element's bits spell."""
-    _check(1 <= planes.shape[0] <= 7, "planes must be 1 to 7")
+    _check(1 <= planes.shape[0] <= 8, "planes must be 1 to 8")
     _check(table.size == 1 << planes.shape[0], "table must have 2 ** planes entries")
     _check(planes.shape[1] == words_for(out.size), "planes do not fit out")
     np.take(table, _index(planes, out.size), out=out)
@@ -93,9 +143,25 @@ def commit_residual(
     """Error feedback of one segment, in place."""
     _check(residual.size == gradient.size, "residual and gradient differ in size")
     _check(own.size == words_for(gradient.size), "own does not fit the gradient")
-    sent = 1 - 2 * _bits(own, gradient.size).astype(np.int8)
-    bound = None if np.isposinf(clip) else float(clip)
-    residual[:] = codec.residual_after(gradient + residual, sent, scale, clip=bound, decay=float(decay))
+    _commit(gradient, residual, 1 - 2 * _bits(own, gradient.size).astype(np.int8), scale, clip, decay)
+
+
+@_quiet
+def commit_ternary_residual(
+    gradient: F32,
+    residual: F32,
+    positive: U64,
+    negative: U64,
+    scale: np.float32,
+    clip: np.float32,
+    decay: np.float32,
+) -> None:
+    """Error feedback of one segment, in place."""
+    _check(residual.size == gradient.size, "residual and gradient differ in size")
+    for own in (positive, negative):
+        _check(own.size == words_for(gradient.size), "own does not fit the gradient")
+    plus, minus = (_bits(own, gradient.size).astype(np.int8) for own in (positive, negative))
+    _commit(gradient, residual, plus - minus, scale, clip, decay)
 
 
 def commit_and_decode_rows(
@@ -140,8 +206,38 @@ def _encode(gradient: F32, residual: F32 | None, parity: int, words: U64) -> tup
     return encoded.l1, encoded.zeros
 
 
+@_quiet
+def _encode_ternary(
+    gradient: F32, residual: F32 | None, gate: float, positive: U64, negative: U64
+) -> tuple[float, int, int]:
+    for words in (positive, negative):
+        _check(words.size == words_for(gradient.size), "words do not fit the gradient")
+    encoded = codec.encode_ternary(gradient, residual, gate=gate)
+    _store(encoded.planes[0], positive)
+    _store(encoded.planes[1], negative)
+    return encoded.l1, encoded.sent, encoded.zeros
+
+
+def _commit(
+    gradient: F32,
+    residual: F32,
+    sent: npt.NDArray[np.int8],
+    scale: np.float32,
+    clip: np.float32,
+    decay: np.float32,
+) -> None:
+    bound = None if np.isposinf(clip) else float(clip)
+    residual[:] = codec.residual_after(gradient + residual, sent, scale, clip=bound, decay=float(decay))
+
+
+def _pack_votes(votes: npt.NDArray[np.int64], margin: int, packed: U64) -> None:
+    vote = codec.majority(votes, margin)
+    _pack(vote < 0, packed[0])
+    _pack(vote != 0, packed[1])
+
+
 def _index(planes: U64, n: int) -> npt.NDArray[np.uint8]:
-    """The number, 0 to 127, that each element's bits spell."""
+    """The number, 0 to 255, that each element's bits spell."""
     index = np.zeros(n, np.uint8)
     for k, plane in enumerate(planes):
         index |= _bits(plane, n) << np.uint8(k)

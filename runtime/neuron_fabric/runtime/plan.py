@@ -101,12 +101,16 @@ class Region:
     unit_scale : bool
         For ``majority``: decode votes to exactly -1, 0 or +1 instead of the segment's mean magnitude. This is signSGD
         with majority vote as published; it needs a learning rate of its own and is here to be compared with.
+    zeros : str
+        For ``binary``: what an exact zero votes. ``parity``: by the parity of rank + step, so that zeros cancel, and
+        what is too sparse leaves the low-bit route. ``positive``: always +1, and sparse segments stay: this is what a
+        scheme does that takes the sign bit for the sign. It is biased and here to be compared with.
     error_feedback : ErrorFeedback, optional
     max_ndim : int, optional
         Match only parameters with at most this many dimensions (1: biases and norms).
     embeddings : bool
         Whether weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` may be in a low-bit region. Their gradients are
-        mostly zeros, which make bad votes, so they go FP32 unless asked for.
+        mostly zeros, which make bad votes, so they go FP32 unless asked for. On the ternary route zeros do not vote.
     may_be_empty : bool
         Whether a pattern or a type that matches no parameter is no error.
     """
@@ -123,6 +127,7 @@ class Region:
     may_be_empty: bool = False
     module_types: Sequence[str] = ()
     gate: float | None = None
+    zeros: str = "parity"
 
     def __post_init__(self) -> None:
         for field, what in (("patterns", "patterns"), ("module_types", "names")):
@@ -138,6 +143,10 @@ class Region:
             raise ValueError(f"region {self.name!r}: margin must not be negative, but is {self.margin}")
         if self.route is Route.FP32 and (self.error_feedback or self.unit_scale or self.margin):
             raise ValueError(f"region {self.name!r}: an fp32 region has no margin, unit scale or error feedback")
+        if self.zeros not in ("parity", "positive"):
+            raise ValueError(f"region {self.name!r}: zeros vote by parity or positive, not {self.zeros!r}")
+        if self.zeros != "parity" and self.route is not Route.BINARY:
+            raise ValueError(f"region {self.name!r}: zeros vote on the binary route alone, not on {self.route.value}")
         if self.gate is not None and self.route is not Route.TERNARY:
             raise ValueError(f"region {self.name!r}: a gate is for the ternary route, not for {self.route.value}")
         if self.gate is not None and not 0 <= self.gate < float("inf"):
