@@ -244,6 +244,23 @@ def test_votes_that_come_back_start_anew():
     assert not feed(watch, steps=100, start=101 + POLICY.gap_steps, share=0.3)
 
 
+def test_a_fault_that_waits_out_the_cool_down_does_not_become_normal():
+    """What raised the alarm is below the bound, and still there when the votes come back."""
+    policy = replace(POLICY, correlation_bound=1.0)
+    for share, ill in ((0.3, True), (0.13, False)):
+        watch = monitor(policy)
+        assert not feed(watch, steps=100, share=0.13)
+        assert feed(watch, steps=6, start=100, share=0.3)
+        for step in range(106, 106 + 3 * policy.gap_steps):
+            watch.observe(StepSignals(step, 1.0))
+        saved = watch.state_dict()
+        found = feed(watch, steps=60, start=106 + 3 * policy.gap_steps, share=share)
+        assert bool(found) == ill
+        again = monitor(policy)
+        again.load_state_dict(saved)
+        assert feed(again, steps=60, start=106 + 3 * policy.gap_steps, share=share) == found
+
+
 def test_signals_for_reports_never_alarm():
     watch = monitor()
     for step in range(300):

@@ -1,4 +1,7 @@
-"""The hook on real process groups: bit-equality, odd sizes, abstention, non-finite gradients, failures."""
+"""The hook on real process groups: bit-equality, odd sizes, abstention, non-finite gradients, failures.
+
+Binary and ternary votes go through the same checks, where both have them.
+"""
 
 import threading
 
@@ -10,10 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.model import codec
-from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.model.encoding import BINARY, TERNARY
+from neuron_fabric.model.wire import FrameType, Header
 from neuron_fabric.runtime import ErrorFeedback, Plan, Region, Route, attach
 from neuron_fabric.runtime.collectives import borrow_group, give_back_group, timeout_of
 from neuron_fabric.runtime.envelope import DisagreementError
+from neuron_fabric.runtime.plan import DEFAULT_GATE
 from neuron_fabric.runtime.transports import TRANSPORTS
 from neuron_fabric.runtime.transports.base import ReducerFailedError
 
@@ -62,17 +67,26 @@ def same_on_all_ranks(tensors):
             assert torch.equal(other, tensor) or (other.isnan().all() and tensor.isnan().all()), name
 
 
-def reference(everybody, step, name, world, *, majority=False):
+def reference(everybody, step, name, world, *, route="binary", majority=False, margin=0, gate=DEFAULT_GATE):
     """The definition: what the segment of all ranks' gradients decodes to."""
+    encoding = {"binary": BINARY, "ternary": TERNARY}[route]
     parts = [given.get(name) for given in everybody]
     parts = [torch.zeros(SIZES[name]) if part is None else part for part in parts]
-    encoded = [codec.encode_binary(part.reshape(-1).numpy(), parity=rank + step) for rank, part in enumerate(parts)]
+    encoded = [
+        codec.encode_ternary(part.reshape(-1).numpy(), gate=gate)
+        if route == "ternary"
+        else codec.encode_binary(part.reshape(-1).numpy(), parity=rank + step)
+        for rank, part in enumerate(parts)
+    ]
     voters = sum(not e.abstains for e in encoded)
     n = parts[0].numel()
-    tally = sum(np.unpackbits(e.planes[0], count=n, bitorder="little").astype(np.int64) for e in encoded)
+    tally = np.zeros(n, np.int64)
+    for e in encoded:
+        for weight, plane in zip(encoding.weights, e.planes, strict=True):
+            tally += weight * np.unpackbits(plane, count=n, bitorder="little").astype(np.int64)
     scale = codec.common_scale([e.l1 for e in encoded], [e.sent for e in encoded])
-    votes = codec.vote_sum(tally, voters, BINARY)
-    decoded = codec.decode(codec.majority(votes), scale, 1) if majority else codec.decode(votes, scale, world)
+    votes = codec.vote_sum(tally, voters, encoding)
+    decoded = codec.decode(codec.majority(votes, margin), scale, 1) if majority else codec.decode(votes, scale, world)
     return torch.from_numpy(decoded).reshape(parts[0].shape)
 
 
@@ -144,12 +158,13 @@ SPECIAL = {
 }
 
 
-def check_low_bit(rank, world):
+def check_low_bit(rank, world, route):
     """All transports, all formats, odd sizes and special gradients: the definition, the same bits everywhere."""
     everything = {}
-    for result_format in ("tally", "majority"):
+    for result_format, margin in (("tally", 0), ("majority", 0), ("majority", 1)):
         for transport in TRANSPORTS:
-            ddp, state = wrap(Given(), Plan.low_bit(result_format=result_format), transport)
+            plan = Plan.low_bit(route=route, result_format=result_format, margin=margin)
+            ddp, state = wrap(Given(), plan, transport)
             for step, (title, changes) in enumerate(SPECIAL.items()):
                 mine = gradients(rank, step, **changes)
                 got = averaged(ddp, mine)
@@ -157,17 +172,18 @@ def check_low_bit(rank, world):
                 everybody = [None] * world
                 dist.all_gather_object(everybody, mine)
                 for name, value in got.items():
-                    want = reference(everybody, step, name, world, majority=result_format == "majority")
+                    majority = {"majority": result_format == "majority", "margin": margin}
+                    want = reference(everybody, step, name, world, route=route, **majority)
                     # The L1 sum is each rank's own: its last bits depend on the order of summation.
                     torch.testing.assert_close(value, want, rtol=1e-6, atol=0, msg=f"{title}, {name}")
-                    first = everything.setdefault((result_format, title, name), value)
+                    first = everything.setdefault((result_format, margin, title, name), value)
                     assert torch.equal(first, value), (transport, result_format, title, name)
             assert state.step == len(SPECIAL)
             state.close()
 
 
-def check_not_finite(rank, world, feedback):
-    plan = Plan.low_bit(error_feedback=ErrorFeedback() if feedback else None)
+def check_not_finite(rank, world, feedback, route):
+    plan = Plan.low_bit(route=route, error_feedback=ErrorFeedback() if feedback else None)
     for transport in TRANSPORTS:
         ddp, state = wrap(Given(), plan, transport)
         averaged(ddp, gradients(rank, 0))
@@ -189,9 +205,9 @@ def check_not_finite(rank, world, feedback):
         state.close()
 
 
-def check_unused_on_one_rank(rank, world):
+def check_unused_on_one_rank(rank, world, route):
     for transport in TRANSPORTS:
-        plan = Plan.low_bit(error_feedback=ErrorFeedback())
+        plan = Plan.low_bit(route=route, error_feedback=ErrorFeedback())
         ddp, state = wrap(Given(), plan, transport, find_unused_parameters=True)
         averaged(ddp, gradients(rank, 0))
         before = state.residuals["chunks"].clone()
@@ -207,11 +223,11 @@ def check_unused_on_one_rank(rank, world):
         state.close()
 
 
-def check_error_feedback(rank, world):
+def check_error_feedback(rank, world, route):
     """Unclipped: nothing is lost. Clipped: bounded. In both: as the definition says."""
     shapes = {"matrix": (40, 50), "nine": (9,)}
     for transport in TRANSPORTS:
-        plan = Plan.low_bit(error_feedback=ErrorFeedback(clip=None))
+        plan = Plan.low_bit(route=route, error_feedback=ErrorFeedback(clip=None))
         ddp, state = wrap(Given(shapes), plan, transport)
         decoded = dict.fromkeys(shapes, 0.0)
         wanted = dict.fromkeys(shapes, 0.0)
@@ -230,46 +246,208 @@ def check_error_feedback(rank, world):
             torch.testing.assert_close(got, wanted[name], rtol=0, atol=1e-4)
         state.close()
 
-        plan = Plan.low_bit(error_feedback=ErrorFeedback(clip=1.0))
+        plan = Plan.low_bit(route=route, error_feedback=ErrorFeedback(clip=1.0))
         ddp, state = wrap(Given(shapes), plan, transport)
         for step in range(4):
             averaged(ddp, gradients(rank, step, shapes))
-        assert state.residuals["matrix"].abs().max() < 1.5  # the scale is about .8
+        assert state.residuals["matrix"].abs().max() < 1.8  # the scale is about .8, of what passes a gate 1.3
+        state.close()
+
+
+def check_nothing_passes_the_gate(rank, world):
+    """A worker none of whose elements passes keeps all of its gradient for later, unlike one that has no gradient."""
+    shapes = {"matrix": (40, 50)}
+    for transport in TRANSPORTS:
+        plan = Plan.low_bit(route="ternary", gate=1.0, error_feedback=ErrorFeedback(clip=None))
+        ddp, state = wrap(Given(shapes), plan, transport)
+        level = {"matrix": torch.full((40, 50), 0.25 * (-1) ** rank)}  # at the gate, not above it
+        assert not averaged(ddp, level)["matrix"].any()
+        assert torch.equal(state.residuals["matrix"].view(40, 50), level["matrix"])
+        assert not averaged(ddp, {"matrix": torch.zeros(40, 50)})["matrix"].any()
+        assert torch.equal(state.residuals["matrix"].view(40, 50), level["matrix"])
+        state.close()
+
+
+def check_ternary_residual(rank, world):
+    """Gate, clip and decay against the plain formulas, from the ranks' own gradients."""
+    shapes = {"matrix": (40, 50)}
+    for transport in TRANSPORTS:
+        feedback = ErrorFeedback(clip=0.75, decay=0.5)
+        ddp, state = wrap(Given(shapes), Plan.low_bit(route="ternary", gate=0.9, error_feedback=feedback), transport)
+        residual = torch.zeros(shapes["matrix"])
+        for step in range(4):
+            mine = gradients(rank, step, shapes)["matrix"]
+            p = mine + residual
+            sent = torch.where(p.abs() > 0.9 * p.double().abs().mean().float(), torch.sign(p), 0.0)
+            told = torch.stack([(p * sent).double().sum(), sent.double().abs().sum()])
+            dist.all_reduce(told)
+            scale = float(told[0] / told[1])
+            residual = 0.5 * (p - scale * sent).clamp(-0.75 * scale, 0.75 * scale)
+            dist.all_reduce(sent)
+            got = averaged(ddp, {"matrix": mine})["matrix"]
+            torch.testing.assert_close(got, scale * sent / world, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(state.residuals["matrix"].view(40, 50), residual, rtol=1e-4, atol=1e-6)
         state.close()
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("route", ["binary", "ternary"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_low_bit_gradients_are_the_definition_on_all_ranks_and_transports(run_ranks, world):
-    run_ranks(__file__, "check_low_bit", world)
+def test_low_bit_gradients_are_the_definition_on_all_ranks_and_transports(run_ranks, world, route):
+    run_ranks(__file__, "check_low_bit", world, route=route)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("route", ["binary", "ternary"])
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_nan_on_one_rank_reaches_all_and_no_residual_changes(run_ranks, world, feedback):
-    run_ranks(__file__, "check_not_finite", world, feedback=feedback)
+def test_nan_on_one_rank_reaches_all_and_no_residual_changes(run_ranks, world, feedback, route):
+    run_ranks(__file__, "check_not_finite", world, feedback=feedback, route=route)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_parameter_unused_on_one_rank(run_ranks, world):
-    run_ranks(__file__, "check_unused_on_one_rank", world)
+@pytest.mark.parametrize(("world", "route"), [(2, "binary"), (4, "binary"), (3, "ternary")])
+def test_a_parameter_unused_on_one_rank(run_ranks, world, route):
+    run_ranks(__file__, "check_unused_on_one_rank", world, route=route)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("route", ["binary", "ternary"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_error_feedback(run_ranks, world, route):
+    run_ranks(__file__, "check_error_feedback", world, route=route)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_gate_holds_back(run_ranks, world):
+    run_ranks(__file__, "check_nothing_passes_the_gate", world)
+    run_ranks(__file__, "check_ternary_residual", world)
+
+
+# ---- several encodings in one bucket ---------------------------------------------------------------------------------
+
+MIXED = Plan(
+    (
+        Region("few", ("matrix", "eight"), "ternary", result_format="majority", margin=1),
+        Region("signs", ("chunks", "nine", "long"), error_feedback=ErrorFeedback()),
+        Region("gated", ("line", "short"), "ternary", gate=0.4, error_feedback=ErrorFeedback()),
+    )
+)
+
+
+def collectives(state):
+    """How many the state's groups have launched so far."""
+    return sum(group._get_sequence_number_for_group() for group in state.process_groups)
+
+
+def check_mixed_bucket(rank, world):
+    """Binary, ternary and FP32 in one bucket give each parameter the bits that it has in a bucket of its own kind."""
+    alone = {}
+    for region in MIXED.regions:
+        ddp, state = wrap(Given(), Plan((region,)))
+        for step in range(3):
+            got = averaged(ddp, gradients(rank, step))
+            alone |= {(step, n): got[n] for n, of in state.regions.items() if of is not None}
+            alone |= {(step, n, "left"): residual.clone() for n, residual in state.residuals.items()}
+        state.close()
+    plain, _ = wrap(Given())
+    for transport in TRANSPORTS:
+        ddp = DistributedDataParallel(Given())
+        state = attach(ddp, MIXED, transport)
+        for step in range(3):
+            given = gradients(rank, step)
+            before = collectives(state)
+            got = averaged(ddp, given)
+            # One a stage for both encodings, one for what is FP32, one for the outcome.
+            if step == 2:  # before that DDP rebuilds its buckets
+                assert collectives(state) - before == (1 if transport == "allgather" else 2) + 2
+            same_on_all_ranks(got)
+            want = averaged(plain, given)
+            for name, value in got.items():
+                if (step, name) in alone:
+                    assert torch.equal(value, alone[step, name]), (transport, step, name)
+                else:
+                    torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)
+            for name, residual in state.residuals.items():
+                assert torch.equal(residual, alone[step, name, "left"]), (transport, step, name)
+        for layout in state._layouts.values():
+            assert [section.encoding for section in layout.sections] == [BINARY, TERNARY]
+        state.close()
+
+
+def check_mixed_traffic(rank, world):
+    """64 lines of signs, 32 of each ternary plane, and a tally or a majority back."""
+    shapes = {"signs": (128, 256), "gated": (64, 256), "head": (10, 10)}
+    head = Region("head", ("head",), Route.FP32)
+    for transport in TRANSPORTS:
+        for gated, back in (
+            (Region("gated", ("gated",), "ternary"), 3),
+            (Region("gated", ("gated",), "ternary", result_format="majority"), 2),
+        ):
+            ddp = DistributedDataParallel(Given(shapes))
+            state = attach(ddp, Plan((head, gated, Region("signs"))), transport)
+            # Who has no gradient changes nothing for ternary votes: they are summed as they are.
+            averaged(ddp, gradients(rank, 0, shapes, gated=lambda g: g * (rank > 0)))
+            traffic = state.traffic
+            assert traffic.low_bit_elements == 3 * 2**14
+            assert traffic.up_bits == 2**15 + 2 * 2**14 + 3200
+            assert traffic.down_bits == 2 * 2**15 + back * 2**14 + 3200  # three workers
+            envelope = traffic.envelope_bits // 8
+            mine = sum(lines * (rank + 1) // 3 - lines * rank // 3 for lines in (64, 32, 32))
+            last = 2 * (64 - 42) + back * (32 - 21)  # the most lines that a rank sends back
+            payload = {
+                "allgather": 2 * (128 * 64 + envelope),
+                "collective": 2 * envelope + 64 * (128 - mine) + 2 * (64 * last + 8),
+            }
+            payload["golden"] = payload["collective"] + 2 * 2 * 8 * 4 // 3
+            assert traffic.sent_bytes == payload[transport] + 2 * 2 * 400 // 3
+            state.close()
+
+
+def check_golden_ternary_frames(rank, world):
+    """The golden reducer counts ternary sections from frames of both planes of a ternary job."""
+    ddp, state = wrap(Given(), Plan.low_bit(route="ternary"), "golden")
+    reducer, seen = state._transport.reducer, set()
+    receive = reducer.receive
+
+    def spy(frame):
+        header = Header.unpack(frame)
+        seen.add((header.type, header.plane, header.planes))
+        return receive(frame)
+
+    reducer.receive = spy
+    averaged(ddp, gradients(rank, 0, chunks=lambda g: g * (rank > 0)))
+    assert (FrameType.CONTRIBUTE, 0, 2) in seen
+    assert (FrameType.CONTRIBUTE, 1, 2) in seen
+    assert {planes for _type, _plane, planes in seen} == {2}
+    assert {workers[0].config.encoding for workers in state._transport._jobs.values()} == {TERNARY}
+    state.close()
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_error_feedback(run_ranks, world):
-    run_ranks(__file__, "check_error_feedback", world)
+def test_encodings_do_not_disturb_each_other_in_a_bucket(run_ranks, world):
+    run_ranks(__file__, "check_mixed_bucket", world)
+
+
+@pytest.mark.distributed
+def test_traffic_of_two_encodings_is_counted_as_it_is_sent(run_ranks):
+    run_ranks(__file__, "check_mixed_traffic", 3)
+
+
+@pytest.mark.distributed
+def test_the_golden_reducer_counts_both_planes(run_ranks):
+    run_ranks(__file__, "check_golden_ternary_frames", 2)
 
 
 # ---- fallbacks -------------------------------------------------------------------------------------------------------
 
 
-def check_failed_bucket(rank, world):
+def check_failed_bucket(rank, world, route):
     """The golden reducer of one rank fails in mid-step: that bucket is redone in FP32, bit for bit, everywhere."""
     plain, _ = wrap(Given())
-    ddp, state = wrap(Given(), Plan.low_bit(error_feedback=ErrorFeedback()), "golden")
+    ddp, state = wrap(Given(), Plan.low_bit(route=route, error_feedback=ErrorFeedback()), "golden")
     for step in range(4):
         given = gradients(rank, step)
         want = averaged(plain, given)
@@ -304,6 +482,14 @@ def check_sparse_leaves(rank, world):
     def nine_rows_of_ten_unused(g):
         return g * (torch.arange(100)[:, None] % 10 == rank % 10)
 
+    for transport in TRANSPORTS:  # where zeros do not vote nothing has to leave
+        ddp, state = wrap(Given(shapes), Plan.low_bit(route="ternary"), transport)
+        for step in range(3):
+            same_on_all_ranks(averaged(ddp, gradients(rank, step, shapes, table=nine_rows_of_ten_unused)))
+        assert state.traffic.low_bit_elements == state.traffic.elements
+        assert not state.fallbacks
+        state.close()
+
     ddp, state = wrap(Given(shapes), Plan.low_bit())
     plain, _ = wrap(Given(shapes))
     for step in range(3):
@@ -317,9 +503,11 @@ def check_sparse_leaves(rank, world):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_bucket_whose_reducer_failed_on_one_rank_is_redone_in_fp32(run_ranks, world):
-    run_ranks(__file__, "check_failed_bucket", world)
+@pytest.mark.parametrize(
+    ("world", "route"), [(1, "binary"), (2, "binary"), (3, "binary"), (4, "binary"), (2, "ternary")]
+)
+def test_a_bucket_whose_reducer_failed_on_one_rank_is_redone_in_fp32(run_ranks, world, route):
+    run_ranks(__file__, "check_failed_bucket", world, route=route)
 
 
 @pytest.mark.distributed
@@ -440,6 +628,8 @@ def test_embeddings_go_fp32_unless_they_are_asked_for():
     assert bound["0.weight"] is None
     assert bound["1.weight"] is not None
     assert Plan.low_bit(embeddings=True).bind(model)["0.weight"] is not None
+    assert Plan.low_bit(route="ternary").bind(model)["0.weight"] is None
+    assert Plan.low_bit(route="ternary", embeddings=True).bind(model)["0.weight"].route is Route.TERNARY
 
 
 def test_a_model_without_one_dimensional_parameters():

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from neuron_fabric.model.encoding import TERNARY
 from neuron_fabric.runtime import attach
 from neuron_fabric.runtime.envelope import ENTRY, Envelopes
-from neuron_fabric.runtime.layout import BucketLayout, Segment
-from neuron_fabric.runtime.plan import Region, ResultFormat
+from neuron_fabric.runtime.layout import BucketLayout, sections_of
+from neuron_fabric.runtime.plan import Region
 from neuron_fabric.runtime.profile import loads
 from neuron_fabric.runtime.steering import ordered_float, ordered_key
 from neuron_fabric.runtime.telemetry import JsonLines
-from neuron_fabric.runtime.transports.base import BucketVotes, VotesKind
+from neuron_fabric.runtime.transports.base import BucketVotes, SectionVotes, VotesKind
 from neuron_fabric.runtime.votes import VoteStatistics
 
 SEED = int(os.environ.get("NEURON_FABRIC_SEED", "1"))
@@ -118,6 +119,23 @@ def check_phases(rank, world):
     assert run.state.fallbacks["warmup"] == 4
     assert "steps" in run.state.summary()
     same_everywhere([record["routes"] for record in run.records])
+    run.state.close()
+
+
+def check_ternary(rank, world, transport):
+    """A ternary region votes when it may, also on a reducer that is asked what it can do; its votes are followed."""
+    text = PROFILE.replace("{name: body,", "{name: body, encoding: ternary, gate: 0.5,")
+    run = Run(rank, text, transport=transport)
+    noted = []
+    observe = run.state.steering.controller.observe
+    run.state.steering.controller.observe = lambda *given, **named: (noted.append(given[0]), observe(*given, **named))[
+        1
+    ]
+    run.train(9)
+    assert run.modes() == ["warmup"] * 4 + ["plan"] * 5
+    assert [record["low_bit_share"] > 0.8 for record in run.records] == [False] * 4 + [True] * 5
+    assert all(0 < signals.unanimity["body"] < 0.9 and signals.tie_rate["body"] > 0.2 for signals in noted[4:])
+    same_everywhere([(signals.unanimity, signals.margin, signals.scale) for signals in noted])
     run.state.close()
 
 
@@ -231,6 +249,12 @@ def check_another_profile_on_one_rank(rank, world):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("transport", ["allgather", "golden"])
+def test_a_ternary_region_of_a_profile(run_ranks, transport):
+    run_ranks(__file__, "check_ternary", 2, transport=transport)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "check",
@@ -266,24 +290,26 @@ def test_a_maximum_keeps_nan_and_forgets_nothing():
     assert ordered_float(ordered_key(None)) is None
 
 
-def votes_of(rows, numels, kind=VotesKind.ROWS):
-    """A layout with one segment each, and votes of which every element of a row is given."""
-    region, segments, word, at = Region("r"), [], 0, 0
-    for numel in numels:
-        segments.append(Segment(f"p{at}", at, numel, word, region))
-        word, at = word + -(-numel // 64), at + numel
-    width = -(-word // 8) * 8
-    words = np.zeros((len(rows), width), np.uint64)
-    for row, bits in zip(words, rows, strict=True):
-        for segment in segments:
-            part = np.zeros(64 * -(-segment.numel // 64), np.uint8)
-            part[: segment.numel] = bits[segment.elements]
-            row[segment.words] = np.packbits(part, bitorder="little").view(np.uint64)
-    entries = np.zeros((len(rows), len(segments)), ENTRY)
+def votes_of(planes, numels, region=None, world=None):
+    """A layout of segments of these sizes, and votes of it.
+
+    ``planes`` has a bit for every element: of shape (world, planes, elements) for rows, (planes, elements) for a tally
+    of ``world`` workers.
+    """
+    ends = np.cumsum(numels).tolist()
+    placed = [(f"p{end}", end - numel, numel, region or Region("r")) for numel, end in zip(numels, ends, strict=True)]
+    segments, sections = sections_of(placed)
+    layout = BucketLayout(ends[-1], segments, (), sections, len(numels))
+    words = np.zeros((*planes.shape[:-1], sections[0].words), np.uint64)
+    for segment in segments:
+        part = np.zeros((*planes.shape[:-1], 64 * -(-segment.numel // 64)), np.uint8)
+        part[..., : segment.numel] = planes[..., segment.elements]
+        words[..., segment.words] = np.packbits(part, axis=-1, bitorder="little").view(np.uint64)
+    entries = np.zeros((world or len(planes), len(segments)), ENTRY)
     entries["l1"] = 1.0
     entries["sent"] = numels
-    layout = BucketLayout(at, tuple(segments), (), width, ResultFormat.TALLY, 0, len(numels))
-    return layout, BucketVotes(Envelopes(entries), kind, words)
+    kind = VotesKind.ROWS if world is None else VotesKind.TALLY
+    return layout, BucketVotes(Envelopes(entries), (SectionVotes(kind, words),))
 
 
 def test_shares_of_few_elements_are_exact():
@@ -291,7 +317,7 @@ def test_shares_of_few_elements_are_exact():
     numels = [3, 64, 100, 500]
     rows = rng.integers(0, 2, (4, sum(numels)), dtype=np.uint8)
     rows[:, :60] = rows[0, :60]
-    layout, votes = votes_of(rows, numels)
+    layout, votes = votes_of(rows[:, None], numels)
     statistics = VoteStatistics(4)
     statistics.add(layout, votes)
     sums = np.abs(4 - 2 * rows.sum(0, dtype=int))
@@ -306,23 +332,49 @@ def test_shares_of_few_elements_are_exact():
 def test_tallies_say_the_same_as_rows():
     rng = np.random.default_rng(SEED)
     rows = rng.integers(0, 2, (5, 700), dtype=np.uint8)
-    layout, votes = votes_of(rows, [700])
+    layout, votes = votes_of(rows[:, None], [700])
     counts = rows.sum(0)
     planes = np.stack([counts >> bit & 1 for bit in range(3)])
-    _layout, tally = votes_of(planes, [700], VotesKind.TALLY)
+    _layout, tally = votes_of(planes, [700], world=5)
     by_rows, by_tally = VoteStatistics(5), VoteStatistics(5)
     by_rows.add(layout, votes)
-    by_tally.add(layout, BucketVotes(votes.envelopes, VotesKind.TALLY, tally.words))
+    by_tally.add(layout, tally)
     assert by_rows.shares() == by_tally.shares()
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 64])
+def test_shares_of_ternary_votes(world):
+    rng = np.random.default_rng(SEED)
+    region = Region("r", route="ternary")
+    votes = rng.choice([-1, 0, 1], (world, 500), p=[0.3, 0.3, 0.4])
+    votes[:, :40] = votes[0, :40]
+    votes[0, 100:] = 0  # one worker sends few
+    rows = np.stack([votes > 0, votes < 0], axis=1)
+    sums = votes.sum(0)
+    planes = np.stack([sums >> bit & 1 for bit in range(TERNARY.tally_bits(world))])
+    sent = np.count_nonzero(votes, axis=1)
+    shares = []
+    for layout, votes_given in (votes_of(rows, [500], region), votes_of(planes, [500], region, world)):
+        votes_given.envelopes.sent[:, 0] = sent
+        statistics = VoteStatistics(world)
+        statistics.add(layout, votes_given)
+        shares.append(statistics.shares())
+    assert shares[0] == shares[1]
+    unanimity, ties, margin = shares[0]
+    seen = sums[:448]  # the whole words
+    assert unanimity["r"] == min(1, (abs(seen) == world).sum() / (448 * (sent.min() / 500)))
+    assert ties["r"] == (seen == 0).mean()
+    assert margin["r"] == pytest.approx(abs(seen).mean() / world)
 
 
 def test_segments_with_an_abstainer_and_majorities_are_left_out():
     rows = np.zeros((4, 64), np.uint8)
-    layout, votes = votes_of(rows, [64])
-    votes.envelopes.voters[0] = 3
+    layout, votes = votes_of(rows[:, None], [64])
+    majority = SectionVotes(VotesKind.MAJORITY, votes.sections[0].words[:2, 0])
     statistics = VoteStatistics(4)
+    statistics.add(layout, BucketVotes(votes.envelopes, (majority,)))
+    votes.envelopes.voters[0] = 3
     statistics.add(layout, votes)
-    statistics.add(layout, BucketVotes(votes.envelopes, VotesKind.MAJORITY, votes.words[:2]))
     assert statistics.shares() == ({}, {}, {})
     assert statistics.scales().keys() == {"r"}
 

@@ -90,7 +90,8 @@ class Load:
     Parameters
     ----------
     occupancy : float, optional
-        Slots in use over slots granted, at the high-water mark (0 to 1).
+        Slots in use, of all jobs, over those that the reducer has, at the high-water mark (0 to 1). A job keeps the
+        slots it was granted full by itself, so these alone would say nothing.
     stall_share : float, optional
         Stall cycles over cycles of the busiest port (0 to 1).
     retransmission_share : float, optional
@@ -259,8 +260,8 @@ class Admission:
             return Answer(False, Reason.REDUCER_FAILED, f"failure {self._failures} in a row, {self._wait} steps to go")
         if not self._load.is_open:
             return Answer(False, Reason.LOAD, self._busy)
-        if not self._cost[name].is_open:
-            verdict = self._verdicts[name]
+        verdict = self._verdicts.get(name)  # none where a run that had an endpoint goes on without
+        if verdict is not None and not self._cost[name].is_open:
             return Answer(False, Reason.COST, f"{verdict.speed_up:.2f} times FP32, bound by {verdict.binding}")
         return Answer(True, Reason.PLAN)
 

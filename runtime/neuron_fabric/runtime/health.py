@@ -38,8 +38,9 @@ class StepSignals:
     loss : float, optional
         Maximum over the ranks that gave one; None if nobody did. NaN and Inf are allowed and mean what they say.
     unanimity, tie_rate, margin : mapping of region to float
-        Shares of the region's elements with ``|S| = voters`` and ``S = 0``, and the mean of ``|S| / voters``, over
-        elements for which every worker voted. A region without votes in this step is left out.
+        Shares of the region's elements with ``|S| = world`` (of a ternary region among those on which the worker that
+        voted least did) and ``S = 0``, and the mean of ``|S| / world``, where every worker voted. A region without
+        votes in this step is left out.
     residual_ratio, scale : mapping of region to float
         Residual norm over gradient norm, and the mean scale. For reports only: no alarm depends on them.
     not_finite : bool
@@ -94,7 +95,8 @@ class HealthPolicy:
     probe_bound : float
         A probe's cosine below this alarms.
     gap_steps : int
-        A region without votes for longer than this starts anew when they come back.
+        A region without votes for longer than this starts anew when they come back; after an alarm of votes with the
+        trend that it had, so that what raised the alarm does not become normal.
     """
 
     memory: float = 0.95
@@ -301,6 +303,8 @@ class HealthMonitor:
         self._loss = _Detector()
         self._votes = {name: _Detector() for name in self.regions}
         self._bounds = {name: _Bound() for name in self.regions}
+        self._alarmed = -1
+        """The step of the last alarm that votes raised."""
 
     @property
     def step(self) -> int:
@@ -356,6 +360,7 @@ class HealthMonitor:
             "loss": vars(self._loss).copy(),
             "votes": {name: vars(self._votes[name]).copy() for name in self.regions},
             "bounds": {name: vars(self._bounds[name]).copy() for name in self.regions},
+            "alarmed": self._alarmed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -376,6 +381,7 @@ class HealthMonitor:
         bounds = {name: _Bound(**state["bounds"][name]) if same else _Bound() for name in self.regions}
         self._step, self._overflows = int(state["step"]), [int(step) for step in state["overflows"]]
         self._loss, self._votes, self._bounds = loss, votes, bounds
+        self._alarmed = int(state["alarmed"])
 
     def check(self, signals: StepSignals) -> None:
         """Raise what :meth:`observe` would raise; changes nothing."""
@@ -421,12 +427,17 @@ class HealthMonitor:
         share, policy, step = signals.unanimity.get(name), self.policy, signals.step
         if share is None or self.world < 2:
             return []
-        if step - self._votes[name].seen > policy.gap_steps:
-            self._votes[name], self._bounds[name] = _Detector(), _Bound()
-        alarms = []
         detector = self._votes[name]
+        if step - detector.seen > policy.gap_steps:
+            # Votes that were left because they looked ill must not become the measure of health when they come back.
+            left_ill = self._alarmed >= 0 and abs(detector.seen - self._alarmed) <= policy.gap_steps
+            detector = _Detector(detector.count, detector.trend, detector.variance) if left_ill else _Detector()
+            self._votes[name], self._bounds[name] = detector, _Bound()
+        alarms = []
         if detector.observe(log2(max(share, 0.0) + policy.share_floor), step, policy):
             alarms.append(Alarm(step, Reason.HEALTH_UNANIMITY, "unanimity", (name,), detector.total, policy.threshold))
         if self._bounds[name].observe(share, self.bound, self.release, policy.bound_steps):
             alarms.append(Alarm(step, Reason.HEALTH_UNANIMITY, "unanimity", (name,), share, self.bound))
+        if alarms:
+            self._alarmed = step
         return alarms

@@ -32,10 +32,10 @@ class OrderedAverage:
     world: int
 
     @classmethod
-    def start(cls, tensor: torch.Tensor, group: dist.ProcessGroup) -> OrderedAverage:
-        """Send each rank its shard of ``tensor / world``; ``tensor`` (1-D, contiguous) is overwritten with that."""
+    def start(cls, tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int) -> OrderedAverage:
+        """Send each rank its shard of ``tensor / divisor``; ``tensor`` (1-D, contiguous) is overwritten with that."""
         world = group.size()
-        tensor.mul_(1.0 / world)  # as plain DDP
+        tensor.mul_(1.0 / divisor)  # as plain DDP
         shard = -(-tensor.numel() // world)
         outgoing = torch.zeros(shard * world, dtype=tensor.dtype)
         outgoing[: tensor.numel()] = tensor

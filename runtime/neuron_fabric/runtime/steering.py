@@ -8,13 +8,15 @@ after the one that raised it, on all ranks at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuron_fabric.runtime.admission import Load
-from neuron_fabric.runtime.controller import Decision, Mode, PlanController, RouteDecision
+from neuron_fabric.runtime.checkpoint import read_steering
+from neuron_fabric.runtime.controller import Decision, PlanController, RouteDecision
 from neuron_fabric.runtime.health import StepSignals
 from neuron_fabric.runtime.reasons import Reason
 from neuron_fabric.runtime.votes import VoteStatistics
@@ -70,6 +72,7 @@ class Steering:
         self.decision: Decision = controller.decide(first)
         controller.observe(StepSignals(first))  # nothing is known before the first step
         self.next: Decision = controller.decide(first + 1)
+        self._quantile = controller.policy.admission.latency_quantile
         self._loss: float | None = None
         self._learning_rate: float | None = None
         self._cosines: dict[str, float | None] = {}
@@ -99,15 +102,21 @@ class Steering:
         """What a probe measured on this rank."""
         self._cosines[region] = cosine
 
-    def told(self) -> list[int]:
-        """What this rank adds to the step's agreement: loss, learning rate, and a cosine a region, as ordered keys.
+    def told(self, load: Load | None = None) -> list[int]:
+        """What this rank adds to the step's agreement, as ordered keys.
 
-        Of the loss and the rate the greatest counts, of a cosine the least.
+        Loss, learning rate, the measures of ``load`` (of which ``failures`` is none: the agreement has those anyway),
+        and a cosine a region. Of a cosine the least counts over the ranks, of all others the greatest.
         """
         cosines = (self._cosines.get(region.name) for region in self.controller.regions)
+        load = load or Load()
         return [
             ordered_key(self._loss),
             ordered_key(self._learning_rate),
+            ordered_key(load.occupancy),
+            ordered_key(load.stall_share),
+            ordered_key(load.retransmission_share),
+            ordered_key(load.latency_s.get(self._quantile)),
             *(ordered_key(None if cosine is None else -cosine) for cosine in cosines),
         ]
 
@@ -118,7 +127,8 @@ class Steering:
 
         ``failures`` counts buckets that were redone in FP32.
         """
-        loss, rate, *cosines = (ordered_float(key) for key in agreed)
+        loss, rate, occupancy, stalls, again, latency, *cosines = (ordered_float(key) for key in agreed)
+        latencies = {} if latency is None else {self._quantile: latency}
         unanimity, tie_rate, margin = self.votes.shares()
         probed = {
             region.name: None if key is None else -key
@@ -136,7 +146,7 @@ class Steering:
                 not_finite=not_finite,
                 probe_cosine=probed,
             ),
-            load=Load(failures=failures),
+            load=Load(occupancy, stalls, again, latencies, failures),
             learning_rate=rate,
             withdraw=withdraw,
         )
@@ -154,9 +164,22 @@ class Steering:
         return {"controller": self.controller.state_dict(), "current": _plain(self.decision)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken; ``ValueError`` as the controller's."""
+        """Go on where :meth:`state_dict` was taken.
+
+        ``ValueError`` if it is damaged, or as the controller's; nothing has changed then.
+        """
+        current = read_steering(state).current
+        trial = copy.deepcopy(self.controller)  # health and admission can each refuse after another has taken over
+        trial.load_state_dict(state["controller"])
+        trial.decide(trial.next_step)
         self.controller.load_state_dict(state["controller"])
-        self.decision = _decision(state["current"])
+        self.decision = Decision(
+            current.step,
+            current.mode,
+            {name: RouteDecision(*route) for name, route in current.routes.items()},
+            current.is_probe,
+            current.digest,
+        )
         self.next = self.controller.decide(self.controller.next_step)
 
 
@@ -168,11 +191,3 @@ def _plain(decision: Decision) -> dict[str, Any]:
         "is_probe": decision.is_probe,
         "digest": decision.digest,
     }
-
-
-def _decision(state: Mapping[str, Any]) -> Decision:
-    routes = {
-        name: RouteDecision(bool(low_bit), Reason(reason), str(detail))
-        for name, (low_bit, reason, detail) in state["routes"].items()
-    }
-    return Decision(int(state["step"]), Mode(state["mode"]), routes, bool(state["is_probe"]), int(state["digest"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 __all__ = ["Traffic", "ring_bytes"]
@@ -25,8 +26,8 @@ class Traffic:
     low_bit_elements : int
         Those that were sent on a low-bit route.
     up_bits, down_bits : int
-        Payload between a worker and an endpoint: whole lines of sign planes and of the result planes that really came
-        back, and 32 bits per element for what goes FP32, a bucket that had to be redone included.
+        Payload between a worker and an endpoint: whole lines of planes, one or two an element, and of the result planes
+        that really came back, and 32 bits per element for what goes FP32, a bucket that had to be redone included.
     envelope_bits : int
         Headers and envelopes, in each direction.
     sent_bytes : int
@@ -56,6 +57,16 @@ class Traffic:
     def add_fp32(self, payload: int, world: int) -> None:
         """Add an all-reduce of ``payload`` bytes, sent as a ring and counted as going to an endpoint and back."""
         self.add(up_bits=8 * payload, down_bits=8 * payload, sent_bytes=ring_bytes(payload, world))
+
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, int]) -> Traffic:
+        """The inverse of :meth:`as_dict`; ``ValueError`` if a counter is missing or unknown."""
+        made = cls()
+        different = sorted(counts.keys() ^ made.as_dict().keys())
+        if different:
+            raise ValueError(f"traffic: counter {different[0]!r} is missing or unknown")
+        made.add(**counts)
+        return made
 
     def as_dict(self) -> dict[str, int]:
         """Plain numbers by name."""
