@@ -13,7 +13,10 @@ from importlib.metadata import entry_points
 __all__ = ["EXTRAS", "GROUP", "main"]
 
 GROUP = "neuron_fabric.commands"
-EXTRAS = {"train": "train", "bench": "train", "profile": "train", "verilog": "hw", "sim": "sim"}
+EXTRAS = dict.fromkeys(("train", "bench", "calibrate", "emulate", "profile", "trust"), "train") | {
+    "verilog": "hw",
+    "sim": "sim",
+}
 """Which extra of the package a command needs."""
 
 

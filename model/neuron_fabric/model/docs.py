@@ -11,8 +11,10 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from neuron_fabric.model import control
 from neuron_fabric.model.cxl import counter_table
 from neuron_fabric.model.cxl_map import address_table, status_table
 from neuron_fabric.model.export import write_files
@@ -36,6 +38,11 @@ def _configurations() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "header": header_table,
     "reasons": _reasons,
+    "open": partial(control.control_table, control.OPEN_FIELDS),
+    "grant": partial(control.control_table, control.GRANT_FIELDS),
+    "close": partial(control.control_table, control.CLOSE_FIELDS),
+    "status": partial(control.control_table, control.STATUS_FIELDS),
+    "status_reply": partial(control.control_table, control.STATUS_REPLY_FIELDS),
     "registers": register_table,
     "cxl_addresses": address_table,
     "cxl_status": status_table,

@@ -18,7 +18,7 @@ from neuron_fabric.model.cxl import CXL_COUNTERS
 from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.net import Drop
 from neuron_fabric.model.params import MAX_JOBS, ReducerParams
-from neuron_fabric.model.wire import VERSION, Reason
+from neuron_fabric.model.wire import CONTROL_REASONS, VERSION, Reason
 
 __all__ = [
     "COUNTERS",
@@ -191,7 +191,7 @@ _NETWORK_COUNTERS: tuple[tuple[str, str], ...] = (
     *(
         (f"refused_{reason.name.lower()}", f"frames refused: {reason.name.lower().replace('_', ' ')}")
         for reason in Reason
-        if reason not in (Reason.NONE, Reason.STALE, Reason.NO_CAPACITY, Reason.OVERFLOW)
+        if reason not in {Reason.NONE, Reason.STALE, *CONTROL_REASONS}
     ),
     *(
         (f"dropped_{kind.name.lower()}", f"Ethernet frames dropped: {kind.name.lower().replace('_', ' ')}")

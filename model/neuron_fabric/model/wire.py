@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "CONTROL_REASONS",
     "DESTINATION_ALL",
     "HEADER_BYTES",
     "HEADER_FIELDS",
@@ -84,6 +85,27 @@ class Reason(enum.IntEnum):
     BAD_VOTERS = 14
     NO_CAPACITY = 15
     OVERFLOW = 16
+    NOT_READY = 17
+    """Not all members have sent OPEN yet."""
+    DISAGREES = 18
+    """Members want different things."""
+    BAD_VALUE = 19
+    """A field of a control frame is out of range."""
+    NO_EPOCH = 20
+    """The epochs of a job are used up."""
+
+
+CONTROL_REASONS = frozenset(
+    {
+        Reason.NO_CAPACITY,
+        Reason.OVERFLOW,
+        Reason.NOT_READY,
+        Reason.DISAGREES,
+        Reason.BAD_VALUE,
+        Reason.NO_EPOCH,
+    }
+)
+"""Those that only a controller gives; the reducer has no counters for them."""
 
 
 class HeaderField(NamedTuple):
