@@ -190,11 +190,14 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
 
 
 class _Perceptron(nn.Module):
-    """Five layers of equal width and a head, so that most buckets are ready while backward still computes."""
+    """Five layers of equal width and a head, so that most buckets are ready while backward still computes.
+
+    With tanh no unit is dead, and no weight leaves the binary route for its zeros.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU()) for _ in range(5)]
+        layers = [nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh()) for _ in range(5)]
         self.body = nn.Sequential(*layers)
         self.head = nn.Linear(hidden, _CLASSES)
 

@@ -35,3 +35,4 @@ class Fifo:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # and what it holds; the next one may be long in coming

@@ -1,4 +1,4 @@
-"""All-gather of packed signs: the baseline, and the fastest way for few workers."""
+"""All-gather of packed votes: the baseline, and the fastest way for few workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from neuron_fabric.runtime.collectives import all_gather_single
 from neuron_fabric.runtime.envelope import read_envelopes
-from neuron_fabric.runtime.transports.base import BucketVotes, Exchange, Transport, VotesKind
+from neuron_fabric.runtime.transports.base import BucketVotes, Exchange, SectionVotes, Transport, VotesKind
 
 __all__ = ["AllGather"]
 
@@ -20,8 +20,12 @@ class AllGather(Transport):
     name = "allgather"
     deferred = False
 
+    def scratch_bytes(self) -> int:
+        """Gloo's all-gathers receive into memory of their own and copy; those of all buckets may be under way."""
+        return sum(self._sizes("gathered"))
+
     def start(self, exchange: Exchange) -> torch.futures.Future[Any]:
-        """Gather [envelope, sign plane] of all ranks."""
+        """Gather [envelope, planes] of all ranks."""
         head = exchange.envelope_bytes
         size = head + exchange.own.nbytes
         message = self._buffer("message", exchange.index, size)
@@ -37,7 +41,10 @@ class AllGather(Transport):
 
     def finish(self, exchange: Exchange) -> BucketVotes:
         """Views of what was gathered."""
-        head = exchange.envelope_bytes
+        head, layout = exchange.envelope_bytes, exchange.layout
         messages = exchange.scratch["gathered"].numpy().reshape(self.world, -1)
-        envelopes = read_envelopes(list(messages), exchange.layout, exchange.index, exchange.step)
-        return BucketVotes(envelopes, VotesKind.ROWS, messages[:, head:].view(np.uint64))
+        envelopes = read_envelopes(list(messages), layout, exchange.index, exchange.step)
+        rows = messages[:, head:].view(np.uint64)
+        return BucketVotes(
+            envelopes, tuple(SectionVotes(VotesKind.ROWS, section.planes(rows)) for section in layout.sections)
+        )

@@ -1,4 +1,4 @@
-"""Sign counting by the golden model: real frames through the protocol's reference reducer, inside this process.
+"""Vote counting by the golden model: real frames through the protocol's reference reducer, inside this process.
 
 The topology is that of :class:`Collective`; what differs is that each rank's shard is cut into chunks, put into
 CONTRIBUTE and ABSTAIN frames and counted by a :class:`SignCountReducer`. It is slow, and it is the definition: what it
@@ -10,14 +10,15 @@ from __future__ import annotations
 import numpy as np
 import torch.distributed as dist
 
-from neuron_fabric.model.encoding import BINARY
+from neuron_fabric.model.encoding import Encoding
 from neuron_fabric.model.params import ReducerParams
 from neuron_fabric.model.reducer import JobConfig, SignCountReducer
 from neuron_fabric.model.wire import Reason
 from neuron_fabric.model.worker import BucketFailedError, GoldenWorker
+from neuron_fabric.runtime.admission import Capability, Load
 from neuron_fabric.runtime.envelope import Envelopes
-from neuron_fabric.runtime.layout import WORDS_PER_LINE
-from neuron_fabric.runtime.transports.base import U64, Exchange, ReducerFailedError, result_planes
+from neuron_fabric.runtime.layout import ENCODINGS, WORDS_PER_LINE, Section
+from neuron_fabric.runtime.transports.base import U64, Exchange, ReducerFailedError
 from neuron_fabric.runtime.transports.collective import Collective
 
 __all__ = ["Golden"]
@@ -32,47 +33,79 @@ class Golden(Collective):
     name = "golden"
     may_fail = True
 
-    def attach(self, group: dist.ProcessGroup, own_group: dist.ProcessGroup | None) -> None:
-        """Bind, and build this rank's reducer."""
-        super().attach(group, own_group)
-        # Tallies, and majorities with a margin of 0 to N: a greater one does the same as N.
-        jobs = self.world + 2
-        self.params = ReducerParams(
-            workers=self.world,
-            acc_bits=max(2, BINARY.tally_bits(self.world)),
+    @staticmethod
+    def _params(world: int) -> ReducerParams:
+        # Of each encoding tallies, and majorities with a margin of 0 to N: a greater one does the same as N.
+        jobs = len(ENCODINGS) * (world + 2)
+        return ReducerParams(
+            workers=world,
+            acc_bits=max(encoding.tally_bits(world) for encoding in ENCODINGS.values()),
             slots=_SLOTS << (jobs - 1).bit_length(),
             jobs=jobs,
         )
-        self.reducer = SignCountReducer(self.params)
-        self._jobs: dict[tuple[bool, int], list[GoldenWorker]] = {}
 
-    def _workers(self, majority: bool, margin: int) -> list[GoldenWorker]:
-        """The workers of the job for one result format, which is opened when it is first needed."""
-        key = majority, min(margin, self.world) if majority else 0
+    def capability(self, world: int) -> Capability:
+        """What the reducer of each rank is built for."""
+        params = self._params(world)
+        names = [encoding.name for encoding in ENCODINGS.values()]
+        return Capability(params.acc_bits, params.workers, _SLOTS, names)
+
+    def load(self) -> Load:
+        """Slots in use at the high-water mark, and what came twice or too late, by the reducer's own counters."""
+        counters = self.reducer.counters
+        seen = Load()
+        if counters["frames"]:
+            again = counters["duplicates"] + counters["late"] + counters["stale"]
+            seen = Load(
+                occupancy=counters["slot_high_water"] / self.params.slots,
+                retransmission_share=again / counters["frames"],
+            )
+        self.reducer.clear_counters()
+        return seen
+
+    def attach(self, group: dist.ProcessGroup, own_group: dist.ProcessGroup | None) -> None:
+        """Bind, and build this rank's reducer."""
+        super().attach(group, own_group)
+        self.params = self._params(self.world)
+        self.reducer = SignCountReducer(self.params)
+        self._jobs: dict[tuple[str, bool, int], list[GoldenWorker]] = {}
+
+    def _workers(self, encoding: Encoding, majority: bool, margin: int) -> list[GoldenWorker]:
+        """The workers of the job for one encoding and result format, which is opened when it is first needed."""
+        margin = min(margin, self.world) if majority else 0
+        key = encoding.name, majority, margin
         if key not in self._jobs:
             config = JobConfig(
                 job=len(self._jobs),
                 epoch=1,
                 members=range(self.world),
-                encoding=BINARY,
+                encoding=encoding,
                 result_format="majority" if majority else "tally",
-                margin=key[1],
+                margin=margin,
                 base=_SLOTS * len(self._jobs),
                 slots=_SLOTS,
             )
             self.reducer.open(config)
-            planes = result_planes(majority, self.world)
-            self._jobs[key] = [GoldenWorker(self.params, config, rank, planes) for rank in range(self.world)]
+            workers = [GoldenWorker(self.params, config, rank, config.result_planes) for rank in range(self.world)]
+            self._jobs[key] = workers
         return self._jobs[key]
 
-    def _count(self, rows: U64, exchange: Exchange, envelopes: Envelopes, majority: bool, counts: U64) -> None:
-        lines = rows.shape[1] // WORDS_PER_LINE
+    def _count(
+        self,
+        section: Section,
+        majority: bool,
+        rows: U64,
+        counts: U64,
+        exchange: Exchange,
+        envelopes: Envelopes,
+    ) -> None:
+        lines = rows.shape[2] // WORDS_PER_LINE
         if not lines:
             return
-        workers = self._workers(majority, exchange.layout.margin)
-        abstains = self._abstains(exchange, envelopes, lines)
-        for worker, row, chunks in zip(workers, rows, abstains, strict=True):
-            worker.submit(np.ascontiguousarray(row).view(np.uint8)[None], lines, abstain=chunks)
+        workers = self._workers(section.encoding, majority, section.margin)
+        abstains = self._abstains(section, exchange, envelopes)
+        for worker, planes, chunks in zip(workers, rows, abstains, strict=True):
+            worker.submit(np.ascontiguousarray(planes).view(np.uint8), lines, abstain=chunks)
         try:
             self._run(workers)
         except (ReducerFailedError, BucketFailedError) as error:
@@ -80,8 +113,7 @@ class Golden(Collective):
             for worker in workers:
                 worker.resume(worker.next_chunk)
             raise ReducerFailedError(f"golden reducer: {error}") from error
-        planes = workers[self.rank].result().planes
-        counts[:] = planes.view(np.uint64)
+        counts[:] = workers[self.rank].result().planes.view(np.uint64)
 
     def _run(self, workers: list[GoldenWorker]) -> None:
         """Carry frames until every worker has its results."""
@@ -97,15 +129,14 @@ class Golden(Collective):
                 for worker in workers:
                     worker.receive(answer.payload)
 
-    def _abstains(self, exchange: Exchange, envelopes: Envelopes, lines: int) -> list[list[bool]]:
+    def _abstains(self, section: Section, exchange: Exchange, envelopes: Envelopes) -> list[list[bool]]:
         """Per worker and chunk of this rank's shard: whether the worker is a voter of none of its segments."""
-        first = self._shards(exchange.layout.words)[self.rank].start
         chunk_words = self.params.lines_per_chunk * WORDS_PER_LINE
         result = []
         for worker in range(self.world):
-            votes = np.zeros(exchange.layout.words, bool)
-            for index, segment in enumerate(exchange.layout.segments):
-                votes[segment.words] = envelopes.sent[worker, index] > 0
-            mine = votes[first : first + lines * WORDS_PER_LINE]
+            votes = np.zeros(section.words, bool)
+            for number in section.segments:
+                votes[exchange.layout.segments[number].words] = envelopes.sent[worker, number] > 0
+            mine = votes[self._shard(section, self.rank)]
             result.append([not mine[at : at + chunk_words].any() for at in range(0, mine.size, chunk_words)])
         return result
