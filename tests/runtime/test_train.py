@@ -105,7 +105,11 @@ def test_a_summary_is_over_seeds(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--ranks", "0"], "--ranks must be at least 1, not 0"), (["--transport", "pigeon"], "invalid choice: 'pigeon'")],
+    [
+        (["--ranks", "0"], "--ranks must be at least 1, not 0"),
+        (["--transport", "pigeon"], "unknown transport 'pigeon'"),
+        (["--transport", "pigeon://here"], "unknown kind 'pigeon'"),
+    ],
 )
 def test_bad_options_are_refused_by_name(argv, message, capsys):
     with pytest.raises(SystemExit):

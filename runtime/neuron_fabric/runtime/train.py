@@ -19,7 +19,7 @@ from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
 from neuron_fabric.runtime.loop import Run, train_run
 from neuron_fabric.runtime.policies import Policy, policies
 from neuron_fabric.runtime.report import Progress, write_report
-from neuron_fabric.runtime.transports import TRANSPORTS
+from neuron_fabric.runtime.transports import TRANSPORTS, check_name
 from neuron_fabric.runtime.workloads.digits import HEAD_PATTERNS, Digits, DigitsWorkload
 
 __all__ = ["RunResult", "Settings", "main", "run_policy"]
@@ -126,7 +126,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     keys = [policy.key for policy in policies(HEAD_PATTERNS)]
     parser = argparse.ArgumentParser(prog="neuron-fabric train", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="local ranks to start (default: 4)")
-    parser.add_argument("--transport", choices=["auto", *TRANSPORTS], default=defaults.transport)
+    parser.add_argument(
+        "--transport",
+        default=defaults.transport,
+        help=f"auto, {', '.join(TRANSPORTS)}, or the URL of a reducer as udp://127.0.0.1:20045",
+    )
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
     parser.add_argument("--batch", type=int, default=defaults.batch, help="images per rank and step")
     parser.add_argument("--width", type=int, default=defaults.width, help="channels of the first stage")
@@ -139,6 +143,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("ranks", "epochs", "batch", "width", "seeds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(options, name)}")
+    try:
+        check_name(options.transport)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 

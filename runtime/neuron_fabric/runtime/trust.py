@@ -31,7 +31,7 @@ from neuron_fabric.runtime.loop import train_run
 from neuron_fabric.runtime.plan import Plan
 from neuron_fabric.runtime.policies import static_policies
 from neuron_fabric.runtime.profile import Profile, ProfileError, load
-from neuron_fabric.runtime.transports import TRANSPORTS
+from neuron_fabric.runtime.transports import TRANSPORTS, check_name
 from neuron_fabric.runtime.trust_report import write_evidence
 from neuron_fabric.runtime.workloads import WORKLOADS, Workload, workload
 
@@ -310,7 +310,7 @@ def command(
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the workload's own number.")] = None,
     healthy_steps: Annotated[int, typer.Option(min=1, help="Steps without a fault, to count alarms in.")] = 2000,
     stuck_share: Annotated[float, typer.Option(min=0, max=1, help="Share of lanes that the fault holds at +1.")] = 0.5,
-    transport: Annotated[str, typer.Option(help=f"auto, {', '.join(TRANSPORTS)}.")] = "auto",
+    transport: Annotated[str, typer.Option(help=f"auto, {', '.join(TRANSPORTS)}, or a reducer's URL.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the tables as JSON.")] = Path("build/trust"),
 ) -> None:
     """Train with and without a calibrated profile, with and without a fault, and print what came of it."""
@@ -319,8 +319,7 @@ def command(
         for each in parts:
             if each not in ("static", "fault", "healthy"):
                 raise ValueError(f"no part {each!r}; there are static, fault and healthy")
-        if transport not in ("auto", *TRANSPORTS):
-            raise ValueError(f"no transport {transport!r}; there are auto, {', '.join(TRANSPORTS)}")
+        check_name(transport)
         profiles = _profiles(profile or (), names or ())
         tasks = {name: workload(name) for name in profiles}
         for name, task in tasks.items():

@@ -31,7 +31,7 @@ from neuron_fabric.runtime.calibration.search import Outcome, Rung, Search, halv
 from neuron_fabric.runtime.hook import NeuronFabricState, attach
 from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
 from neuron_fabric.runtime.loop import train_run
-from neuron_fabric.runtime.transports import TRANSPORTS
+from neuron_fabric.runtime.transports import TRANSPORTS, check_name
 from neuron_fabric.runtime.workloads import WORKLOADS, Workload, workload
 
 __all__ = ["calibrate", "main"]
@@ -248,7 +248,9 @@ def command(
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Paired seeds of each trial.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; this one is recorded.")] = 1,
     tolerance: Annotated[float, typer.Option(min=0, help="Points that low-bit may be worse than FP32.")] = 0.5,
-    transport: Annotated[str, typer.Option(help=f"Of the trials: auto, {', '.join(TRANSPORTS)}.")] = "auto",
+    transport: Annotated[
+        str, typer.Option(help=f"Of the trials: auto, {', '.join(TRANSPORTS)}, or a reducer's URL.")
+    ] = "auto",
     most: Annotated[int, typer.Option(min=1, max=9, help="Proposals to try at most.")] = 8,
     records: Annotated[
         Path | None, typer.Option(help="Propose from this file alone, as a Calibrator saved it; nothing is trained.")
@@ -261,8 +263,7 @@ def command(
         if records is not None:
             _from_records(records, folder)
             return
-        if transport not in ("auto", *TRANSPORTS):
-            raise ValueError(f"no transport {transport!r}; there are auto, {', '.join(TRANSPORTS)}")
+        check_name(transport)
         task = workload(name)
     except (ValueError, OSError, RecordsError, RuntimeError) as error:
         typer.echo(f"error: {error}", err=True)

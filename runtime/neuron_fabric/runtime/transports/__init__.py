@@ -28,6 +28,7 @@ __all__ = [
     "ReducerEndpoint",
     "Transport",
     "VotesKind",
+    "check_name",
     "make",
 ]
 
@@ -58,3 +59,15 @@ def make(name: str, world: int) -> Transport:
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}: use auto, {', '.join(TRANSPORTS)}, endpoint or a reducer's URL")
     return TRANSPORTS[name]()
+
+
+def check_name(name: str) -> str:
+    """The name or URL of a transport as it is; ``ValueError`` as :func:`make` raises it, with nothing made."""
+    if name in ("auto", *TRANSPORTS):
+        return name
+    url = os.environ.get(ENVIRONMENT_VARIABLE, "") if name == "endpoint" else name
+    if ":" in url:
+        ReducerUrl.parse(url)
+    else:
+        make(name, 1)  # says what is wrong
+    return name
