@@ -30,7 +30,8 @@ unit: $(VENV)/.dev ## all tests, the RTL simulation included
 sim: $(VENV)/.dev ## RTL against the golden model on two simulators; WAVES=1 leaves waveforms
 	WAVES=$(WAVES) $(BIN)/neuron-fabric sim -n 2 --dist loadfile $(ARGS)
 
-soak: $(VENV)/.dev ## the random benches for long, up to the first failure; SEEDS=, MINUTES=
+soak: $(VENV)/.dev ## a million frames through driver and emulator, then the random RTL benches; SEEDS=, MINUTES=
+	$(BIN)/python -m neuron_fabric.runtime.reducer.soak --seed $(or $(SEED),1)
 	$(BIN)/python -m neuron_fabric.sim.soak --seeds $(or $(SEEDS),20) --minutes $(or $(MINUTES),60) $(ARGS)
 
 verilog: $(VENV)/.hw ## write build/verilog/*.v, each with a JSON manifest
