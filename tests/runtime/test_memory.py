@@ -49,10 +49,10 @@ class Given(nn.Module):
 
 
 def tensors():
-    """Bytes of all storages that Python knows of, by their address."""
+    """All storages that Python knows of, by their address; whoever keeps them keeps the address from another's use."""
     gc.collect()
     storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def arrays():
@@ -72,13 +72,14 @@ class Watched:
         self.given = {name: torch.randn(shape, generator=generator) for name, shape in SIZES.items()}
         self.ddp = DistributedDataParallel(Given(), bucket_cap_mb=1.2)
         codec_backend()  # loads code, which is slow while memory is traced
-        self._others = set(tensors())
+        self._others = tensors()
         tracemalloc.start()
         self.state = attach(self.ddp, plan, transport)
         launch = self.state.launch
 
         def watched(bucket):
-            self._others.add(bucket.buffer().untyped_storage().data_ptr())
+            storage = bucket.buffer().untyped_storage()
+            self._others[storage.data_ptr()] = storage
             return launch(bucket)
 
         self.state.launch = watched
@@ -92,8 +93,8 @@ class Watched:
 
     def bytes(self):
         gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
-        others = self._others | {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        return sum(size for at, size in tensors().items() if at not in others) + arrays()
+        others = self._others.keys() | {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        return sum(storage.nbytes() for at, storage in tensors().items() if at not in others) + arrays()
 
     def close(self):
         tracemalloc.stop()

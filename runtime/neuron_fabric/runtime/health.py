@@ -79,6 +79,9 @@ class HealthPolicy:
         Observations before a CUSUM starts to sum.
     min_deviation : float
         Least deviation, in octaves (0.015 is about 1 %): what varies less is taken to vary this much.
+    loss_min_deviation : float
+        The same for the loss, which may lie still for a while and then begin to move: with the noise of the whole run
+        here, it is not the stillness that is the measure.
     share_floor : float
         Added to shares before the logarithm, so that a few unanimous elements among many are no signal.
     linear_loss : bool
@@ -107,6 +110,7 @@ class HealthPolicy:
     release: float = 4.0
     settle_steps: int = 40
     min_deviation: float = 0.015
+    loss_min_deviation: float = 0.015
     share_floor: float = 1e-3
     linear_loss: bool = False
     correlation_bound: float = 0.5
@@ -127,6 +131,7 @@ class HealthPolicy:
             "release": (0 <= self.release <= self.threshold, f"0 to threshold ({self.threshold})"),
             "settle_steps": (self.settle_steps >= 2, "at least 2"),
             "min_deviation": (0 < self.min_deviation < math.inf, "positive"),
+            "loss_min_deviation": (0 < self.loss_min_deviation < math.inf, "positive"),
             "share_floor": (0 < self.share_floor < 1, "between 0 and 1"),
             "correlation_bound": (0 < self.correlation_bound <= 1, "above 0 and at most 1"),
             "correlation_release": (
@@ -237,7 +242,7 @@ class _Detector:
     seen: int = -1
     """The step of the last observation."""
 
-    def observe(self, x: float, step: int, policy: HealthPolicy) -> bool:
+    def observe(self, x: float, step: int, policy: HealthPolicy, min_deviation: float) -> bool:
         """Take one value; whether it raises an alarm (once, until the sum falls to ``release``)."""
         self.seen = step
         self.count += 1
@@ -247,7 +252,7 @@ class _Detector:
         residual = x - self.trend
         raised = False
         if self.count > policy.settle_steps:
-            deviation = max(math.sqrt(self.variance), policy.min_deviation)
+            deviation = max(math.sqrt(self.variance), min_deviation)
             z = min(max(residual / deviation, -policy.clip), policy.clip)
             residual = z * deviation  # an outlier must not move trend and deviation more than it counts
             # Bounded, so that the way back is as short as the way up was.
@@ -417,7 +422,8 @@ class HealthMonitor:
         loss, policy = signals.loss, self.policy
         if loss is None or not math.isfinite(loss) or (loss <= 0 and not policy.linear_loss):
             return []
-        if not self._loss.observe(loss if policy.linear_loss else log2(loss), signals.step, policy):
+        value = loss if policy.linear_loss else log2(loss)
+        if not self._loss.observe(value, signals.step, policy, policy.loss_min_deviation):
             return []
         return [
             Alarm(signals.step, Reason.HEALTH_LOSS, "loss", self.regions, self._loss.total, policy.threshold),
@@ -434,7 +440,7 @@ class HealthMonitor:
             detector = _Detector(detector.count, detector.trend, detector.variance) if left_ill else _Detector()
             self._votes[name], self._bounds[name] = detector, _Bound()
         alarms = []
-        if detector.observe(log2(max(share, 0.0) + policy.share_floor), step, policy):
+        if detector.observe(log2(max(share, 0.0) + policy.share_floor), step, policy, policy.min_deviation):
             alarms.append(Alarm(step, Reason.HEALTH_UNANIMITY, "unanimity", (name,), detector.total, policy.threshold))
         if self._bounds[name].observe(share, self.bound, self.release, policy.bound_steps):
             alarms.append(Alarm(step, Reason.HEALTH_UNANIMITY, "unanimity", (name,), share, self.bound))

@@ -84,12 +84,15 @@ def build_profile(
 def health_for(proposal: Proposal | None, records: Records) -> HealthPolicy:
     """Thresholds under which the recorded run, healthy by definition, raises no alarm.
 
-    The CUSUM threshold is raised from its default in steps of a quarter until a replay is quiet. A probe alarms below
-    half the least mean cosine of a voting parameter.
+    The loss's least deviation is that of the recorded loss about its trend, so that a run that lies still and then
+    begins to learn is no alarm. The CUSUM threshold is raised from its default in steps of a quarter until a replay is
+    quiet. A probe alarms below half the least mean cosine of a voting parameter.
     """
     policy = HealthPolicy()
     if proposal is None:
         return policy
+    noise = _loss_noise(records, policy)
+    policy = replace(policy, loss_min_deviation=round(max(policy.loss_min_deviation, noise), 4))
     cosines = [
         interval.parameters[name].encodings[how.name].cosine
         for interval in records.intervals
@@ -101,6 +104,20 @@ def health_for(proposal: Proposal | None, records: Records) -> HealthPolicy:
     while policy.threshold < _HIGHEST_THRESHOLD and replay(policy, proposal, records):
         policy = replace(policy, threshold=round(policy.threshold * _RAISED, 3))
     return policy
+
+
+def _loss_noise(records: Records, policy: HealthPolicy) -> float:
+    """Median distance of the logarithm of the recorded loss from its trend, as a standard deviation in octaves."""
+    trend: float | None = None
+    distances = []
+    for loss in records.loss:
+        if loss is None or loss <= 0:
+            continue
+        value = math.log2(loss)
+        trend = value if trend is None else trend
+        distances.append(abs(value - trend))
+        trend += (1 - policy.memory) * (value - trend)
+    return 1.4826 * statistics.median(distances) if distances else 0.0
 
 
 def replay(policy: HealthPolicy, proposal: Proposal, records: Records) -> tuple[Alarm, ...]:
