@@ -351,6 +351,21 @@ def test_health_thresholds_are_raised_until_the_recorded_run_is_quiet():
     assert health.probe_bound == 0.3  # half of .6
 
 
+def test_a_loss_that_lies_still_before_it_moves_is_no_alarm():
+    by_default = 0
+    for seed in range(20):
+        noise = np.random.default_rng(seed).normal(size=300)
+        loss = [float(0.69 * 2 ** (0.002 * noise[step] if step < 60 else 0.3 * noise[step])) for step in range(300)]
+        assessment = assess(made_records(intervals=15, loss=loss))
+        proposal = next(each for each in ladder(assessment) if each.name == "dense-binary")
+        by_default += bool(replay(HealthPolicy(), proposal, assessment.records))
+        health = build_profile(proposal, assessment, ProfileOptions("made")).health
+        assert 0.1 < health.loss_min_deviation < 0.4
+        assert health.threshold == HealthPolicy().threshold
+        assert not replay(health, proposal, assessment.records)
+    assert by_default > 0
+
+
 def test_every_threshold_is_varied_both_ways():
     assessment = assess(made_records(cosines={"body.0.weight": {"binary": 0.4}}))
     changes = threshold_changes(assessment)
