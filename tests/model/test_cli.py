@@ -6,7 +6,7 @@ from neuron_fabric.model import cli
 
 def test_help_lists_the_commands(capsys):
     assert cli.main(["--help"]) == 0
-    assert "bench, calibrate, emulate, profile, sim, train, trust, verilog" in capsys.readouterr().out
+    assert "bench, calibrate, doctor, emulate, profile, sim, train, trust, verilog" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_named(capsys):

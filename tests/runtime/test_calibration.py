@@ -293,6 +293,11 @@ def test_one_bad_interval_is_enough_and_warm_up_can_be_longer():
             each["encodings"]["binary"]["averaged_cosine"] = 0.38
     proposals = ladder(assess(Records.model_validate_json(json.dumps(long))))
     assert {p.name: p.warmup_steps for p in proposals}["dense-binary"] == 60
+    for interval in long["intervals"]:  # never good: waiting is no cure
+        for each in interval["parameters"].values():
+            each["encodings"]["binary"]["averaged_cosine"] = 0.38
+    proposals = ladder(assess(Records.model_validate_json(json.dumps(long))))
+    assert {p.name: p.warmup_steps for p in proposals}["dense-binary"] == 20
 
 
 def test_proposals_are_ordered_by_bits_and_differ():

