@@ -257,7 +257,7 @@ def _row(case: str, times: PairedTimes) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("over plain DDP")
-    for name in ("time", "95 %", "CPU", "ms", "plain", "collectives", "plain"):
+    for name in ("time", "95 %", "CPU", "ms (plain)", "collectives"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -265,10 +265,8 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
             f"{row['ratio']:.3f}",
             f"{row['ratio_low']:.3f}-{row['ratio_high']:.3f}",
             f"{row['processor_ratio']:.3f}",
-            f"{1e3 * row['seconds']:.2f}",
-            f"{1e3 * row['plain_seconds']:.2f}",
-            f"{row['collectives']:g}",
-            f"{row['plain_collectives']:g}",
+            f"{1e3 * row['seconds']:.1f} ({1e3 * row['plain_seconds']:.1f})",
+            f"{row['collectives']:g} ({row['plain_collectives']:g})",
         )
     return table
 
