@@ -37,8 +37,11 @@ soak: $(VENV)/.dev ## a million frames through driver and emulator, then the ran
 verilog: $(VENV)/.hw ## write build/verilog/*.v, each with a JSON manifest
 	$(BIN)/neuron-fabric verilog --out build/verilog $(ARGS)
 
-bench: $(VENV)/.train ## codec kernels as ratios to memcpy, in build/bench
-	$(BIN)/neuron-fabric bench codec $(ARGS)
+bench: $(VENV)/.train ## codec kernels against memcpy, hook and memory against plain DDP, links; in build/bench
+	$(BIN)/neuron-fabric bench codec
+	$(BIN)/neuron-fabric bench hook
+	$(BIN)/neuron-fabric bench memory
+	$(BIN)/neuron-fabric bench link
 
 calibrate: $(VENV)/.train ## find out where a workload may vote: ARGS=digits or reviews; profile in build/calibrate
 	$(BIN)/neuron-fabric calibrate $(ARGS)
