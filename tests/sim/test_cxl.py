@@ -30,7 +30,7 @@ def plan(name: str, params: ReducerParams, seed: int = SEED, options: dict | Non
 def test_random_in_icarus(run_bench, seed: int) -> None:
     """Four-state: nothing that leaves the endpoint after reset is X."""
     params = (SMALL, ONE_SLOT, LEAST)[seed % 3]
-    run_bench(plan("random", params, seed, {"transactions": 10_000}), ICARUS)
+    run_bench(plan("random", params, seed, {"transactions": 4_000}), ICARUS)
 
 
 def test_hosts_in_icarus(run_bench) -> None:
