@@ -105,7 +105,11 @@ def test_links_are_capped_and_taken_down(permitted):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_nothing(permitted, tmp_path, number):
-    code = "import sys; from neuron_fabric.runtime.bench import main; main(sys.argv[1:])"
+    # Where the tests run in the background, SIGINT is ignored, and what they start inherits that.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from neuron_fabric.runtime.bench import main; main(sys.argv[1:])"
+    )
     endless = ["link", "--network", "capped", "--rounds", "1000000", "--output", str(tmp_path / "link.json")]
     process = subprocess.Popen([sys.executable, "-c", code, *endless], stderr=subprocess.DEVNULL)
     mark = f"neuron-fabric-{process.pid}-"

@@ -51,7 +51,8 @@ class Given(nn.Module):
 def tensors():
     """All storages that Python knows of, by their address; whoever keeps them keeps the address from another's use."""
     gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # Of other classes are those without memory that a compiled model leaves behind.
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in {torch.Tensor, nn.Parameter}]
     return {storage.data_ptr(): storage for storage in storages}
 
 

@@ -183,7 +183,7 @@ def test_a_fault_waits_for_the_detectors_and_must_fit():
             "no profile nowhere.yaml: write one with neuron-fabric calibrate",
         ),
         (["digits", "--part", "all"], "no part 'all'"),
-        (["digits", "--transport", "pigeon"], "no transport 'pigeon'"),
+        (["digits", "--transport", "pigeon"], "unknown transport 'pigeon'"),
     ],
 )
 def test_bad_options_are_refused_by_name(argv, message, capsys, monkeypatch):
