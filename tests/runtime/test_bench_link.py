@@ -1,5 +1,6 @@
 """The benchmark of a link in a short form; what it measures here is not judged."""
 
+import contextlib
 import json
 import os
 import signal
@@ -123,6 +124,10 @@ def test_an_interruption_leaves_nothing(permitted, tmp_path, number):
         process.send_signal(number)
         assert process.wait(PATIENCE) != 0
     finally:
+        if process.poll() is None:  # let it take down what it put up
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
         process.kill()
         process.wait()
     assert ours(process.pid) == []
