@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from neuron_fabric.runtime.workloads.digits import ResNet
+from neuron_fabric.runtime.workloads.resnet import ResNetWorkload
 
 __all__ = ["FOLDER", "Fashion", "FashionWorkload", "read_idx"]
 
@@ -87,67 +83,22 @@ def _images(path: Path) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class FashionWorkload:
-    """The ResNet on pictures of clothes, by SGD with momentum and a cosine schedule.
-
-    Parameters
-    ----------
-    width : int
-        Channels of the first stage.
-    batch : int
-        Images per rank and step.
-    epochs : int
-    learning_rate, momentum, weight_decay : float
-    data : Fashion
-    """
+class FashionWorkload(ResNetWorkload):
+    """The ResNet on pictures of clothes; parameters as of :class:`ResNetWorkload`, and ``data``."""
 
     name = "fashion"
-    metric = "accuracy"
-    head = ("head.*",)
 
     width: int = 8
     batch: int = 32
     epochs: int = 3
-    learning_rate: float = 0.1
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
     data: Fashion = field(default_factory=Fashion.load, repr=False, compare=False)
 
-    def model(self) -> nn.Module:
-        """A :class:`~neuron_fabric.runtime.workloads.digits.ResNet`."""
-        return ResNet(self.width)
+    @property
+    def train(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels."""
+        return self.data.train_images, self.data.train_labels
 
-    def optimizer(self, model: nn.Module, total_steps: int) -> tuple[Optimizer, LRScheduler]:
-        """SGD; the rate falls to 0 along half a cosine."""
-        optimizer = SGD(model.parameters(), self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        return optimizer, CosineAnnealingLR(optimizer, total_steps)
-
-    def steps_per_epoch(self, world: int) -> int:
-        """What is left over is not seen in that epoch."""
-        per_step = self.batch * world
-        steps = len(self.data.train_labels) // per_step
-        if not steps:
-            raise ValueError(f"{per_step} images a step are more than the {len(self.data.train_labels)} there are")
-        return steps
-
-    def batches(self, epoch: int, seed: int, rank: int, world: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Images and labels: one order for all ranks, of which each takes its part."""
-        images, labels = self.data.train_images, self.data.train_labels
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        for step in range(self.steps_per_epoch(world)):
-            mine = order[(step * world + rank) * self.batch :][: self.batch]
-            yield images[mine], labels[mine]
-
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Cross entropy."""
-        images, labels = batch
-        return functional.cross_entropy(model(images), labels)
-
-    @torch.no_grad()
-    def score(self, model: nn.Module) -> float:
-        """Accuracy on the test images, per cent."""
-        model.eval()
-        images, labels = self.data.test_images, self.data.test_labels
-        parts = [slice(at, at + 1000) for at in range(0, len(labels), 1000)]
-        right = sum(int((model(images[part]).argmax(1) == labels[part]).sum()) for part in parts)
-        return 100.0 * right / len(labels)
+    @property
+    def test(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images and labels."""
+        return self.data.test_images, self.data.test_labels

@@ -16,7 +16,6 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from neuron_fabric.runtime.workloads.classification import Classification
 
 __all__ = ["Reviews", "ReviewsWorkload", "TextNet", "cache_folder", "encode", "read_reviews"]
 
@@ -208,7 +209,7 @@ class TextNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class ReviewsWorkload:
+class ReviewsWorkload(Classification):
     """The text net on film reviews, by AdamW; the rate climbs for some steps and then falls to 0.
 
     Parameters
@@ -221,8 +222,8 @@ class ReviewsWorkload:
     """
 
     name = "reviews"
-    metric = "accuracy"
-    head = ("head.*",)
+    examples = "reviews"
+    scored = 500
 
     batch: int = 16
     epochs: int = 2
@@ -244,32 +245,12 @@ class ReviewsWorkload:
 
         return optimizer, LambdaLR(optimizer, factor)
 
-    def steps_per_epoch(self, world: int) -> int:
-        """What is left over is not seen in that epoch."""
-        per_step = self.batch * world
-        steps = len(self.data.train_labels) // per_step
-        if not steps:
-            raise ValueError(f"{per_step} reviews a step are more than the {len(self.data.train_labels)} there are")
-        return steps
+    @property
+    def train(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words and labels."""
+        return self.data.train_words, self.data.train_labels
 
-    def batches(self, epoch: int, seed: int, rank: int, world: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Words and labels: one order for all ranks, of which each takes its part."""
-        words, labels = self.data.train_words, self.data.train_labels
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-        for step in range(self.steps_per_epoch(world)):
-            mine = order[(step * world + rank) * self.batch :][: self.batch]
-            yield words[mine], labels[mine]
-
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Cross entropy."""
-        words, labels = batch
-        return functional.cross_entropy(model(words), labels)
-
-    @torch.no_grad()
-    def score(self, model: nn.Module) -> float:
-        """Accuracy on the test reviews, per cent."""
-        model.eval()
-        words, labels = self.data.test_words, self.data.test_labels
-        parts = [slice(at, at + 500) for at in range(0, len(labels), 500)]
-        right = sum(int((model(words[part]).argmax(1) == labels[part]).sum()) for part in parts)
-        return 100.0 * right / len(labels)
+    @property
+    def test(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words and labels."""
+        return self.data.test_words, self.data.test_labels
