@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.runtime.hook import NeuronFabricState, attach
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch
+from neuron_fabric.runtime.launch import launch, process_group
 from neuron_fabric.runtime.machine import machine
 from neuron_fabric.runtime.plan import Plan
 from neuron_fabric.runtime.profile import loads
@@ -275,28 +275,26 @@ def _rank_main(argv: Sequence[str]) -> None:
     """What each rank runs."""
     task = json.loads(argv[0])
     settings = Settings(**task["settings"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
-    first = dist.get_rank() == 0
-    console = Console(quiet=not first)
-    rows = []
-    for case in task["cases"]:
-        with console.status(case):
-            rows.append(_row(case, measure(case, settings)))
-    if first:
-        world = dist.get_world_size()
-        facts = machine()
-        report = {"benchmark": "hook", "machine": facts, "ranks": world, "bar": BAR, "settings": asdict(settings)}
-        console.print(_table(rows, f"a training step on {world} ranks, {settings.pairs} pairs"))
-        for row in rows:
-            if row["case"] == "FP32 plan":
-                verdict = "below" if row["ratio_high"] < BAR else "not below"
-                console.print(f"FP32 plan: the interval's upper end is {verdict} {BAR}")
-        output = Path(task["output"])
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report | {"rows": rows}, indent=2) + "\n")
-        console.print(f"{facts['cpu']}: written to {output}")
-    dist.destroy_process_group()
+    with process_group():
+        first = dist.get_rank() == 0
+        console = Console(quiet=not first)
+        rows = []
+        for case in task["cases"]:
+            with console.status(case):
+                rows.append(_row(case, measure(case, settings)))
+        if first:
+            world = dist.get_world_size()
+            facts = machine()
+            report = {"benchmark": "hook", "machine": facts, "ranks": world, "bar": BAR, "settings": asdict(settings)}
+            console.print(_table(rows, f"a training step on {world} ranks, {settings.pairs} pairs"))
+            for row in rows:
+                if row["case"] == "FP32 plan":
+                    verdict = "below" if row["ratio_high"] < BAR else "not below"
+                    console.print(f"FP32 plan: the interval's upper end is {verdict} {BAR}")
+            output = Path(task["output"])
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(report | {"rows": rows}, indent=2) + "\n")
+            console.print(f"{facts['cpu']}: written to {output}")
 
 
 if __name__ == "__main__":

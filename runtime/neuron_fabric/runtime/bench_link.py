@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from neuron_fabric.runtime.codec import codec_backend, count_table
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT
+from neuron_fabric.runtime.launch import process_group
 from neuron_fabric.runtime.layout import BucketLayout, sections_of
 from neuron_fabric.runtime.machine import machine
 from neuron_fabric.runtime.namespaces import Hosts, NotPermittedError, capped_star, lone_loopback
@@ -437,27 +437,25 @@ def _rank_main(argv: Sequence[str]) -> None:
     """What each rank runs."""
     task = json.loads(argv[0])
     settings = Settings(**task["settings"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    gradient = torch.randn(settings.elements, generator=torch.Generator().manual_seed(settings.seed * world + rank))
-    collective = _Votes(make("collective", world), gradient, settings)
-    reducer = _Votes(make(task["url"], world), gradient, settings)
-    ways: dict[str, _Votes | _Fp32] = {FP32: _Fp32(gradient, settings), COLLECTIVE: collective, REDUCER: reducer}
-    try:
-        for _ in range(2):  # connections, memory, the job; and the step's parity is the same for both
-            for way in ways.values():
-                way.run()
-        if not np.array_equal(collective.out, reducer.out):
-            raise RuntimeError("driver and emulator have counted otherwise than the collective transport")
-        reducer.transport.load()
-        taken = _rounds(ways, _Meter(task["interface"], task["emulator"]), settings)
-        rows = _rows(taken, reducer.transport.load().retransmission_share or 0.0, settings)
-    finally:
-        reducer.close()
-    if rank == 0:
-        Path(task["answer"]).write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    with process_group():
+        world, rank = dist.get_world_size(), dist.get_rank()
+        gradient = torch.randn(settings.elements, generator=torch.Generator().manual_seed(settings.seed * world + rank))
+        collective = _Votes(make("collective", world), gradient, settings)
+        reducer = _Votes(make(task["url"], world), gradient, settings)
+        ways: dict[str, _Votes | _Fp32] = {FP32: _Fp32(gradient, settings), COLLECTIVE: collective, REDUCER: reducer}
+        try:
+            for _ in range(2):  # connections, memory, the job; and the step's parity is the same for both
+                for way in ways.values():
+                    way.run()
+            if not np.array_equal(collective.out, reducer.out):
+                raise RuntimeError("driver and emulator have counted otherwise than the collective transport")
+            reducer.transport.load()
+            taken = _rounds(ways, _Meter(task["interface"], task["emulator"]), settings)
+            rows = _rows(taken, reducer.transport.load().retransmission_share or 0.0, settings)
+        finally:
+            reducer.close()
+        if rank == 0:
+            Path(task["answer"]).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.runtime.hook import NeuronFabricState, attach
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch
+from neuron_fabric.runtime.launch import launch, process_group
 from neuron_fabric.runtime.machine import machine
 from neuron_fabric.runtime.plan import ErrorFeedback, Plan, Region
 
@@ -177,18 +177,16 @@ def _rank_main(argv: Sequence[str]) -> None:
     """What each rank runs."""
     task = json.loads(argv[0])
     settings, case = Settings(**task["settings"]), task["case"]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
-    _train(case, 64, 3, settings)  # loads code and starts threads, which are no buffers
-    _give_back_free_memory()
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    declared = _train(case, settings.hidden, settings.steps, settings)
-    peak = torch.tensor([_status_bytes("VmHWM") - before])
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        Path(task["answer"]).write_text(json.dumps({"peak": int(peak), "declared": declared}))
-    dist.destroy_process_group()
+    with process_group():
+        _train(case, 64, 3, settings)  # loads code and starts threads, which are no buffers
+        _give_back_free_memory()
+        before = _status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        declared = _train(case, settings.hidden, settings.steps, settings)
+        peak = torch.tensor([_status_bytes("VmHWM") - before])
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            Path(task["answer"]).write_text(json.dumps({"peak": int(peak), "declared": declared}))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 from neuron_fabric.runtime.codec import codec_backend
 
-__all__ = ["COLLECTIVE_LIMIT", "launch", "launched"]
+__all__ = ["COLLECTIVE_LIMIT", "launch", "launched", "process_group"]
 
 COLLECTIVE_LIMIT = timedelta(seconds=120)
 """How long a collective of such a job may take."""
@@ -27,3 +31,14 @@ def launch(module: str, argv: Sequence[str], ranks: int) -> int:
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run([*torchrun, "-m", module, *argv], env=environment, check=False).returncode
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """In one of the ranks: the default process group, and one thread of computation."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

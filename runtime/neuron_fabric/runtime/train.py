@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from neuron_fabric.runtime.hook import attach
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
+from neuron_fabric.runtime.launch import launch, launched, process_group
 from neuron_fabric.runtime.loop import Run, train_run
 from neuron_fabric.runtime.policies import Policy, policies
 from neuron_fabric.runtime.report import Progress, write_report
@@ -156,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     if not launched():
         return launch("neuron_fabric.runtime.train", argv, options.ranks)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
     settings = Settings(
         epochs=options.epochs,
         batch=options.batch,
@@ -168,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=options.seed,
         policies=tuple(options.policy),
     )
-    compare(settings, options.out)
-    dist.destroy_process_group()
+    with process_group():
+        compare(settings, options.out)
     return 0
 
 

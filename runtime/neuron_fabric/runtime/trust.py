@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from neuron_fabric.runtime.faults import bias_votes
 from neuron_fabric.runtime.hook import NeuronFabricState, attach
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
+from neuron_fabric.runtime.launch import launch, launched, process_group
 from neuron_fabric.runtime.loop import train_run
 from neuron_fabric.runtime.plan import Plan
 from neuron_fabric.runtime.policies import static_policies
@@ -330,20 +329,18 @@ def command(
         raise typer.Exit(2) from None
     if not launched():
         raise typer.Exit(launch("neuron_fabric.runtime.trust", sys.argv[1:], ranks))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
-    first = dist.get_rank() == 0
-    console = Console(quiet=not first, width=None if os.isatty(1) else 140)
+    with process_group():
+        first = dist.get_rank() == 0
+        console = Console(quiet=not first, width=None if os.isatty(1) else 140)
 
-    def tell(run: TrustRun) -> None:
-        console.print(
-            f"  {run.label}, seed {run.seed}: {run.score:.2f}, {run.low_bit_share:.0%} low-bit, "
-            f"{len(run.alarms)} alarm(s)",
-            highlight=False,
-        )
+        def tell(run: TrustRun) -> None:
+            console.print(
+                f"  {run.label}, seed {run.seed}: {run.score:.2f}, {run.low_bit_share:.0%} low-bit, "
+                f"{len(run.alarms)} alarm(s)",
+                highlight=False,
+            )
 
-    found = []
-    try:
+        found = []
         for name, task in tasks.items():
             console.print(f"{name}, {ranks} ranks, profile {profiles[name].name}", highlight=False)
             found.append(
@@ -361,8 +358,6 @@ def command(
             )
             if first:
                 write_evidence(found, out, console if len(found) == len(tasks) else Console(quiet=True))
-    finally:
-        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from neuron_fabric.runtime.calibration.records import Records, RecordsError, loa
 from neuron_fabric.runtime.calibration.report import write_calibration
 from neuron_fabric.runtime.calibration.search import Outcome, Rung, Search, halve
 from neuron_fabric.runtime.hook import NeuronFabricState, attach
-from neuron_fabric.runtime.launch import COLLECTIVE_LIMIT, launch, launched
+from neuron_fabric.runtime.launch import launch, launched, process_group
 from neuron_fabric.runtime.loop import train_run
 from neuron_fabric.runtime.transports import TRANSPORTS, check_name
 from neuron_fabric.runtime.workloads import WORKLOADS, Workload, workload
@@ -270,9 +270,7 @@ def command(
         raise typer.Exit(2) from None
     if not launched():
         raise typer.Exit(launch("neuron_fabric.runtime.calibration.cli", sys.argv[1:], ranks))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_LIMIT)
-    try:
+    with process_group():
         calibrate(
             task,
             seeds=range(seed, seed + seeds),
@@ -283,8 +281,6 @@ def command(
             most=most,
             console=Console(quiet=dist.get_rank() != 0, width=None if os.isatty(1) else 120),
         )
-    finally:
-        dist.destroy_process_group()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
